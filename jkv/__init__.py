@@ -1,0 +1,1 @@
+"""The KV and state cache of a JAX model's decode loop."""
