@@ -1,1 +1,54 @@
-"""The KV and state cache of a JAX model's decode loop."""
+"""The KV and state cache of a JAX model's decode loop.
+
+A host-side radix tree of token prefixes decides what a request can reuse; an immutable pytree, `CacheState`, holds
+pages and recurrent states on the device; pure functions read and write them inside the model's jitted step.
+"""
+
+from jkv.attention import append_attend, attend
+from jkv.config import AttentionLayer, Buffer, CacheConfig, DeviceTier, RecurrentLayer, Scope, kv_buffers
+from jkv.errors import (
+    CacheError,
+    ConfigError,
+    IntegrityError,
+    OutOfPagesError,
+    SequenceStateError,
+    StoreError,
+)
+from jkv.manager import CacheManager
+from jkv.ops import append, gather, pool, read_state, slots_for, table_for, with_pool, write_state
+from jkv.radix import Match
+from jkv.sequence import Sequence, Status
+from jkv.state import CacheState
+from jkv.stats import CacheStats
+
+__all__ = [
+    "AttentionLayer",
+    "Buffer",
+    "CacheConfig",
+    "CacheError",
+    "CacheManager",
+    "CacheState",
+    "CacheStats",
+    "ConfigError",
+    "DeviceTier",
+    "IntegrityError",
+    "Match",
+    "OutOfPagesError",
+    "RecurrentLayer",
+    "Scope",
+    "Sequence",
+    "SequenceStateError",
+    "Status",
+    "StoreError",
+    "append",
+    "append_attend",
+    "attend",
+    "gather",
+    "kv_buffers",
+    "pool",
+    "read_state",
+    "slots_for",
+    "table_for",
+    "with_pool",
+    "write_state",
+]

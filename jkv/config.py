@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +19,7 @@ SUPPORTED_DTYPES = tuple(
 )
 
 
-def _require_int(field: str, value: object, least: int) -> int:
+def require_int(field: str, value: object, least: int) -> int:
     """`value` as an int, or a ConfigError that names the field and the least value."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ConfigError(f"{field} must be an int, got {value!r}")
@@ -48,7 +49,7 @@ class Buffer:
 
     def __post_init__(self) -> None:
         shape = (self.shape,) if isinstance(self.shape, int) else self.shape
-        shape = tuple(_require_int("Buffer.shape", n, 1) for n in shape)
+        shape = tuple(require_int("Buffer.shape", n, 1) for n in shape)
         object.__setattr__(self, "shape", shape)
         try:
             dtype = np.dtype(self.dtype)
@@ -59,7 +60,7 @@ class Buffer:
             raise ConfigError(f"Buffer.dtype must be one of {names}; got {dtype.name}")
         object.__setattr__(self, "dtype", dtype)
         if self.page_size is not None:
-            _require_int("Buffer.page_size", self.page_size, 1)
+            require_int("Buffer.page_size", self.page_size, 1)
 
     @property
     def nbytes(self) -> int:
@@ -76,8 +77,8 @@ def kv_buffers(kv_heads: int, head_dim: int, dtype: Any = jnp.bfloat16, fused: b
       fused: True: `{"kv": (2 * kv_heads, head_dim)}`, K at 0::2 and V at 1::2, the layout of ragged paged
         attention kernels. False: `{"k": (kv_heads, head_dim), "v": (kv_heads, head_dim)}`.
     """
-    kv_heads = _require_int("kv_heads", kv_heads, 1)
-    head_dim = _require_int("head_dim", head_dim, 1)
+    kv_heads = require_int("kv_heads", kv_heads, 1)
+    head_dim = require_int("head_dim", head_dim, 1)
     if fused:
         return {"kv": Buffer((2 * kv_heads, head_dim), dtype)}
     return {"k": Buffer((kv_heads, head_dim), dtype), "v": Buffer((kv_heads, head_dim), dtype)}
@@ -112,8 +113,8 @@ class AttentionLayer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffers", _freeze_buffers("AttentionLayer", self.buffers))
         if self.window is not None:
-            _require_int("AttentionLayer.window", self.window, 1)
-        _require_int("AttentionLayer.sinks", self.sinks, 0)
+            require_int("AttentionLayer.window", self.window, 1)
+        require_int("AttentionLayer.sinks", self.sinks, 0)
         if self.sinks and self.window is None:
             raise ConfigError(f"AttentionLayer.sinks={self.sinks} needs a window: without one every token is kept")
 
@@ -162,12 +163,12 @@ class DeviceTier:
         if (self.bytes is None) == (self.pages is None):
             raise ConfigError(f"DeviceTier takes exactly one of bytes and pages, got {self.bytes=}, {self.pages=}")
         if self.bytes is not None:
-            _require_int("DeviceTier.bytes", self.bytes, 1)
+            require_int("DeviceTier.bytes", self.bytes, 1)
         elif isinstance(self.pages, Mapping):
-            pages = {group: _require_int(f"DeviceTier.pages[{group!r}]", n, 1) for group, n in self.pages.items()}
+            pages = {group: require_int(f"DeviceTier.pages[{group!r}]", n, 1) for group, n in self.pages.items()}
             object.__setattr__(self, "pages", MappingProxyType(pages))
         else:
-            _require_int("DeviceTier.pages", self.pages, 1)
+            require_int("DeviceTier.pages", self.pages, 1)
 
 
 def _scope_part(field: str, value: object, types: tuple[type, ...]) -> None:
@@ -238,11 +239,13 @@ class CacheConfig:
             raise ConfigError(f"CacheConfig.layers must be a non-empty mapping of name to layer, got {self.layers!r}")
         for name, layer in self.layers.items():
             if not isinstance(name, str) or not isinstance(layer, AttentionLayer | RecurrentLayer):
-                raise ConfigError(f"CacheConfig.layers must map str to AttentionLayer or RecurrentLayer: {name!r}: {layer!r}")
+                raise ConfigError(
+                    f"CacheConfig.layers must map str to AttentionLayer or RecurrentLayer, got {name!r}: {layer!r}"
+                )
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
         for field in ("max_sequences", "max_length", "page_size"):
-            object.__setattr__(self, field, _require_int(f"CacheConfig.{field}", getattr(self, field), 1))
-        _require_int("CacheConfig.reuse_backoff", self.reuse_backoff, 0)
+            object.__setattr__(self, field, require_int(f"CacheConfig.{field}", getattr(self, field), 1))
+        require_int("CacheConfig.reuse_backoff", self.reuse_backoff, 0)
         tiers = (self.tiers,) if isinstance(self.tiers, DeviceTier) else tuple(self.tiers)
         if len(tiers) != 1 or not isinstance(tiers[0], DeviceTier):
             raise ConfigError(f"CacheConfig.tiers must hold one DeviceTier, got {self.tiers!r}")
@@ -263,3 +266,29 @@ class CacheConfig:
         if self.min_snapshot is None:
             recurrent = any(isinstance(layer, RecurrentLayer) for layer in self.layers.values())
             object.__setattr__(self, "min_snapshot", recurrent)
+
+
+def as_tokens(tokens: Any, field: str = "tokens") -> np.ndarray:
+    """Host token ids as an int32[n] array (the caller's own memory where it is one already).
+
+    Raises:
+      ConfigError: a jax.Array (its ids may not have arrived), a wrong dtype or rank, an id outside [0, 2**31).
+    """
+    if isinstance(tokens, np.ndarray):
+        array = tokens
+    elif isinstance(tokens, jax.Array):
+        raise ConfigError(f"{field} is a jax.Array of shape {tokens.shape}: pass host ids, e.g. np.asarray(ids)")
+    else:
+        items = list(tokens)
+        if any(isinstance(item, jax.Array) for item in items):
+            raise ConfigError(f"{field} holds jax.Array scalars: pass host ids, e.g. int(id)")
+        array = np.array(items) if items else np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(f"{field} must be a sequence of integers, got shape {array.shape} of {array.dtype}")
+    if array.dtype != np.int32:
+        if len(array) and not (0 <= array.min() and array.max() < 2**31):
+            raise ConfigError(f"{field} must be in [0, 2**31), got {array.min()}..{array.max()}")
+        return array.astype(np.int32)
+    if len(array) and array.view(np.uint32).max() >= 2**31:
+        raise ConfigError(f"{field} must be in [0, 2**31), got {array.min()}")
+    return array

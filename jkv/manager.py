@@ -1,0 +1,275 @@
+"""CacheManager: the facade that ties the deciding host half to the device half."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.apply import apply
+from jkv.config import CacheConfig, Scope, as_tokens, require_int
+from jkv.errors import ConfigError, IntegrityError, SequenceStateError
+from jkv.layout import make_layout
+from jkv.pages import PagePool
+from jkv.plan import PlanBuilder
+from jkv.radix import NO_SLOT, Match, RadixTree
+from jkv.sequence import Host, Sequence, Status
+from jkv.state import CacheState, init_state
+from jkv.stats import CacheStats, Counters, PoolStats
+
+NO_ENTRIES = np.zeros(0, np.int32)
+NO_SCOPE = Scope()
+
+
+class CacheManager:
+    """Decides what is kept where, on the host; never looks at device data and never waits for the device.
+
+    Args:
+      config: the model's layers and the cache's budget.
+      mesh: must be None: sharded pools are not supported.
+
+    Not thread-safe. Decisions depend only on the sequence of calls.
+
+    >>> import jax, jkv, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+    >>> state = manager.init()
+    >>> seq = manager.open([3, 1, 4])
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> seq.commit([3, 1, 4]); seq.close()
+    >>> manager.probe([3, 1, 4, 1]).tokens
+    3
+    """
+
+    def __init__(self, config: CacheConfig, mesh: Any = None):
+        if not isinstance(config, CacheConfig):
+            raise ConfigError(f"CacheManager takes a CacheConfig, got {type(config).__name__}")
+        if mesh is not None:
+            raise ConfigError("CacheManager.mesh: sharded pools are not supported, pass None")
+        self.config = config
+        self.layout = make_layout(config)
+        self._counters = Counters()
+        self._snapshots_evicted = 0  # by trees of earlier lives
+        self._evicted = {pool.name: 0 for pool in self.layout.pools}
+        self._host = self._fresh_host()
+
+    def _fresh_host(self) -> Host:
+        layout = self.layout
+        pools = [PagePool(pool) for pool in layout.pools]
+        slots = np.zeros(layout.max_sequences, np.int32)
+        builder = PlanBuilder(layout, self._table_of, slots)
+        free_rows = list(range(layout.max_sequences - 1, -1, -1))
+        return Host(
+            layout, pools, RadixTree(layout, pools), self._counters, builder,
+            [None] * layout.max_sequences, free_rows, slots, {},
+        )  # fmt: skip
+
+    def _table_of(self, row: int, group: int) -> np.ndarray:
+        owner = self._host.rows[row]
+        return NO_ENTRIES if owner is None else owner.table(group)
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def init(self) -> CacheState:
+        """A fresh device state: all zeros, committed to the default device. Pass it through every step."""
+        return init_state(self.layout)
+
+    def reset(self) -> CacheState:
+        """The device state was lost or deleted: closes all sequences, forgets what the device held.
+
+        Returns:
+          A fresh state of the same shapes: nothing recompiles.
+        """
+        for seq in list(self._host.sequences):
+            seq.abandon()
+        self._keep_totals()
+        self._host = self._fresh_host()
+        return self.init()
+
+    def _keep_totals(self) -> None:
+        self._snapshots_evicted += self._host.tree.snapshots_evicted
+        for pool in self._host.pools:
+            self._evicted[pool.name] += pool.evicted
+
+    def clear(self) -> None:
+        """Drops everything reusable.
+
+        Raises:
+          SequenceStateError: sequences are open; nothing was dropped.
+        """
+        count = len(self._host.sequences)
+        if count:
+            raise SequenceStateError(f"clear: {count} sequences are open; close them first")
+        self._host.tree.clear()
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        tokens: Any = (),
+        *,
+        scope: Scope = NO_SCOPE,
+        priority: int = 0,
+        max_reuse: int | None = None,
+        retry: bool = False,
+    ) -> Sequence:
+        """A new, suspended sequence that holds nothing until its first `resume`.
+
+        Args:
+          tokens: the prompt's host ids, int[n].
+          scope: namespace of reuse.
+          priority: what it commits is evicted after everything of lower priority.
+          max_reuse: most tokens to reuse; None: n - 1, since a model needs one token to produce logits.
+          retry: this work was done before and preempted: its lookup is not counted.
+
+        Raises:
+          ConfigError: bad ids, or a prompt longer than max_length.
+        """
+        ids = self._prompt(tokens)
+        self._check_scope(scope)
+        if max_reuse is not None:
+            require_int("max_reuse", max_reuse, 0)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ConfigError(f"priority must be an int, got {priority!r}")
+        seq = Sequence(self._host, ids, scope, priority, max_reuse, retry)
+        self._host.sequences[seq] = None
+        return seq
+
+    def probe(self, tokens: Any, *, scope: Scope = NO_SCOPE, max_reuse: int | None = None) -> Match:
+        """What `open` with the same arguments would reuse now. Reads only."""
+        ids = self._prompt(tokens)
+        self._check_scope(scope)
+        limit = max(0, len(ids) - 1) if max_reuse is None else min(require_int("max_reuse", max_reuse, 0), len(ids))
+        return self._host.tree.match(self._host.key(scope), ids, limit).match
+
+    def _prompt(self, tokens: Any) -> np.ndarray:
+        ids = as_tokens(tokens)
+        if len(ids) > self.layout.max_length:
+            raise ConfigError(f"a prompt of {len(ids)} tokens, max_length is {self.layout.max_length}")
+        return ids.copy() if ids is tokens else ids
+
+    def _check_scope(self, scope: Scope) -> None:
+        if not isinstance(scope, Scope):
+            raise ConfigError(f"scope must be a Scope, got {scope!r}")
+
+    def can_ever_fit(self, prompt_length: int, new_tokens: int) -> bool:
+        """Whether an empty cache could serve this request alone: the prompt in one chunk, then token by token."""
+        prompt = require_int("prompt_length", prompt_length, 0)
+        total = prompt + require_int("new_tokens", new_tokens, 0)
+        if total > self.layout.max_length:
+            return False
+        page_size = self.layout.page_size
+        worst = [0] * len(self.layout.pools)  # while the prompt is written
+        for group in self.layout.attention_groups:
+            worst[group.pool] += -(-prompt // page_size)
+        # what decoding takes repeats with the page, a page of full attention larger each time: the last page is worst
+        for length in range(max(prompt, total - page_size), total):
+            pages = [0] * len(self.layout.pools)
+            for group in self.layout.attention_groups:
+                sinks, first = group.first_live(length, page_size)
+                pages[group.pool] += -(-(length + 1) // page_size) - (first - sinks)
+            worst = [max(a, b) for a, b in zip(worst, pages, strict=True)]
+        return all(n <= pool.num_pages for n, pool in zip(worst, self.layout.pools, strict=True))
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def prepare(self, state: CacheState, sequences: Iterable[Sequence]) -> tuple[CacheState, np.ndarray]:
+        """Applies all pending device work in one dispatch and puts the sequences' next step in flight.
+
+        Args:
+          state: the latest state; donated where there is work to do.
+          sequences: active sequences of this manager, each once.
+
+        Returns:
+          The new state, and rows: int32[len(sequences)], in their order, for the model's step.
+
+        Raises:
+          SequenceStateError: a sequence is not active, of another manager or listed twice, or the state was donated.
+        """
+        batch = list(sequences)
+        rows = np.empty(len(batch), np.int32)
+        for i, seq in enumerate(batch):
+            if not isinstance(seq, Sequence):
+                raise ConfigError(f"prepare: sequences[{i}] is a {type(seq).__name__}, not a Sequence")
+            if seq.status is not Status.ACTIVE or self._host.rows[seq.row] is not seq:
+                other = "" if seq.status is not Status.ACTIVE else " of another manager"
+                raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, is not an active sequence{other or ''}")
+            rows[i] = seq.row
+        if len(set(rows.tolist())) != len(rows):
+            raise SequenceStateError(f"prepare: a sequence is listed twice; rows {rows.tolist()}")
+        self._check_state(state)
+        builder = self._host.builder
+        if not builder.empty:
+            state = apply(state, builder.build())
+            builder.clear()
+        for seq in batch:
+            seq.prepared()
+        return state, rows
+
+    def _check_state(self, state: CacheState) -> None:
+        if not isinstance(state, CacheState) or state.layout is not self.layout:
+            raise SequenceStateError("prepare: this state was not made by this manager's init")
+        for leaf in jax.tree.leaves(state):
+            if leaf.is_deleted():
+                raise SequenceStateError(
+                    "prepare: this state was donated to an earlier call; pass the state that call returned"
+                )
+
+    # --- looking at it -----------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Counters and the pools' present ownership."""
+        host, counters = self._host, self._counters
+        evicted = {pool.name: self._evicted[pool.name] + pool.evicted for pool in host.pools}
+        pools = {
+            pool.name: PoolStats(pool.total, pool.free, pool.tree, pool.private, pool.evictable) for pool in host.pools
+        }
+        suspended = sum(seq.status is Status.SUSPENDED for seq in host.sequences)
+        fields = dataclasses.asdict(counters)
+        fields["lost_tokens"] = MappingProxyType(dict(counters.lost_tokens))
+        return CacheStats(
+            **fields,
+            snapshots_evicted=self._snapshots_evicted + host.tree.snapshots_evicted,
+            evicted_pages=MappingProxyType(evicted),
+            pools=MappingProxyType(pools),
+            active=host.active,
+            suspended=suspended,
+        )
+
+    def check(self) -> None:
+        """Full integrity check: tree structure, ownership, free lists, tables, counters against a recount.
+
+        Raises:
+          IntegrityError: names the broken invariant.
+        """
+        host = self._host
+        paths = [path for seq in host.sequences if (path := seq.held_path()) is not None]
+        owned = host.tree.check(paths)
+        for seq in host.sequences:
+            seq.check()
+            for pool, pages in enumerate(seq.private_pages()):
+                owned[pool].append(pages)
+        for pool, parts in zip(host.pools, owned, strict=True):
+            everything = np.concatenate([*parts, pool.free_pages()]) if parts else pool.free_pages()
+            if not np.array_equal(np.sort(everything), np.arange(1, pool.total + 1)):
+                counts = np.bincount(everything.astype(np.int64), minlength=pool.total + 1)
+                lost = np.flatnonzero(counts[1:] == 0) + 1
+                shared = np.flatnonzero(counts > 1)
+                raise IntegrityError(
+                    f"pool {pool.name!r}: pages without an owner {lost.tolist()}, with two {shared.tolist()}"
+                )
+        rows = [row for row, seq in enumerate(host.rows) if seq is None]
+        if sorted(host.free_rows) != rows:
+            raise IntegrityError(f"free rows {sorted(host.free_rows)}, rows without a sequence {rows}")
+        for row, seq in enumerate(host.rows):
+            expected = NO_SLOT if seq is None else seq.slot
+            if host.slots[row] != expected:
+                raise IntegrityError(f"row {row}: live slot {host.slots[row]}, its sequence has {expected}")
+
+

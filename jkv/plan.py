@@ -1,0 +1,248 @@
+"""Plan: what passes from the host half to the device half, and its builder.
+
+The builder is told of the host's decisions one at a time ("copy page 7 to 3", "zero slot 2"), and turns them into
+one simultaneous assignment. Each read is traced back to what its source held when the read was decided, and the
+last write to a place wins:
+
+    decided, in order      7 -> 3      9 -> 7      3 -> 5
+    assignment             3 := [7]    7 := [9]    5 := [7]      ([x]: what x holds before the plan)
+    carried out            7 -> 3      7 -> 5      9 -> 7        (readers of a place before its writer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jkv.errors import IntegrityError
+from jkv.layout import Layout
+
+ZERO = -1  # as a source: zeros
+UNUSED = np.iinfo(np.int32).max  # as a destination: dropped
+CHUNK = 8  # copies that the device gathers together before it scatters them
+SMALL_ENTRIES = 256
+
+
+class Plan(NamedTuple):
+    """Device work of one `prepare`. NumPy arrays, fresh for each plan and never written again.
+
+    Attributes:
+      entries: int32[3, E]: attention group ordinal, row * max_pages + column, page id; None: no entries.
+      num_entries: int32[]: how many of them count.
+      tables: whole page tables instead, where the entries are too many: {group: int32[max_sequences, max_pages]}.
+      slots: int32[max_sequences]: all of state_slots["recurrent"]; None: unchanged.
+      copies: int32[num_pools, 2, K] each: [p, 0] sources, [p, 1] destinations, in chunks of 8; source -1: zeros.
+      num_copies: int32[num_pools] each.
+    """
+
+    entries: np.ndarray | None
+    num_entries: np.ndarray
+    tables: dict[str, np.ndarray] | None
+    slots: np.ndarray | None
+    copies: tuple[np.ndarray, ...]
+    num_copies: tuple[np.ndarray, ...]
+
+
+def schedule(assignment: dict[int, int]) -> list[tuple[int, int]]:
+    """Orders a simultaneous assignment {destination: source} so that it can be carried out chunk by chunk.
+
+    A place is read by all its readers before it is written. What is left after that is cycles: one member's old
+    contents wait in the null page, whose contents nobody relies on, and the cycle opens. The null page is written
+    in an earlier chunk than it is read in, since a chunk reads before it writes.
+
+    Returns:
+      (source, destination) pairs; (0, UNUSED) pairs are padding up to a chunk's end.
+    """
+    readers: dict[int, int] = {}
+    for source in assignment.values():
+        readers[source] = readers.get(source, 0) + 1
+    ready = [destination for destination in assignment if not readers.get(destination)]
+    waiting = dict(assignment)
+    moves: list[tuple[int, int]] = []
+
+    def carry_out(destination: int) -> None:
+        """Emits the write of `destination`, then of every place that thereby loses its last reader."""
+        while destination in waiting:
+            source = waiting.pop(destination)
+            moves.append((source, destination))
+            if source not in readers:
+                return
+            readers[source] -= 1
+            if readers[source]:
+                return
+            destination = source
+
+    for destination in ready:
+        carry_out(destination)
+    while waiting:
+        parked, source = next(iter(waiting.items()))
+        last = next(d for d, s in waiting.items() if s == parked)  # the one reader of `parked`
+        moves.append((parked, 0))
+        moves.extend([(0, UNUSED)] * (-len(moves) % CHUNK))
+        waiting[last] = 0
+        readers[parked] = 0
+        carry_out(parked)
+        moves.extend([(0, UNUSED)] * (-len(moves) % CHUNK))
+    return moves
+
+
+class PlanBuilder:
+    """Collects decisions until `build` turns them into a Plan.
+
+    Args:
+      layout: the cache's geometry.
+      table_of: (row, group ordinal) -> the row's page ids, int32[<= max_pages]; entries beyond it are null. Read
+        at `build`, so the last word on an entry wins.
+      slots: int32[max_sequences], the live slots per row; read at `build`.
+
+    >>> from jkv.config import AttentionLayer, CacheConfig, DeviceTier, kv_buffers
+    >>> from jkv.layout import make_layout
+    >>> config = CacheConfig({"a": AttentionLayer(kv_buffers(1, 4))}, 2, 64, tiers=(DeviceTier(pages=8),))
+    >>> builder = PlanBuilder(make_layout(config), lambda row, group: np.array([5], np.int32), np.zeros(2, np.int32))
+    >>> builder.mark(row=1, group=0, start=0, stop=1)
+    >>> builder.build().entries[:, 0].tolist()
+    [0, 4, 5]
+    """
+
+    def __init__(self, layout: Layout, table_of: Callable[[int, int], np.ndarray], slots: np.ndarray):
+        self._layout = layout
+        self._table_of = table_of
+        self._slots = slots
+        self._groups = tuple(group.name for group in layout.attention_groups)
+        self._sizes = [pool.num_pages + 1 for pool in layout.pools]
+        self._copies_per_array = -(-max(64, 2 * layout.max_sequences) // CHUNK) * CHUNK
+        widest = 2 * len(self._groups) * layout.max_pages
+        self._large_entries = max(4 * SMALL_ENTRIES, -(-widest // SMALL_ENTRIES) * SMALL_ENTRIES)
+        self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
+        self._spans: dict[tuple[int, int], tuple[int, int]] = {}  # (row, group) -> table columns [start, stop)
+        self.slots_changed = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether `build` would have nothing to say."""
+        return not (self._spans or self.slots_changed or any(self._assignments))
+
+    @property
+    def num_copies(self) -> int:
+        """Pages and states that the plan will copy or zero."""
+        return sum(len(assignment) for assignment in self._assignments)
+
+    def read(self, pool: int, source: int) -> int:
+        """What `source` holds at this point of the decisions, for a later `write`."""
+        return self._assignments[pool].get(source, source)
+
+    def write(self, pool: int, destination: int, value: int) -> None:
+        """`destination` shall hold `value`: what `read` returned, or ZERO."""
+        if value == destination:
+            self._assignments[pool].pop(destination, None)
+        else:
+            self._assignments[pool][destination] = value
+
+    def copy(self, pool: int, source: int, destination: int) -> None:
+        """`destination` shall hold what `source` holds now."""
+        self.write(pool, destination, self.read(pool, source))
+
+    def mark(self, row: int, group: int, start: int, stop: int) -> None:
+        """Table columns [start, stop) of `row` in the attention group of that ordinal have changed."""
+        if start >= stop:
+            return
+        key = (row, group)
+        span = self._spans.get(key)
+        if span is not None:
+            start, stop = min(start, span[0]), max(stop, span[1])
+        self._spans[key] = (start, stop)
+
+    def snapshot(self) -> tuple:
+        """A comparable picture of what is pending (tests: a refused call leaves it as it was)."""
+        return (
+            tuple(tuple(assignment.items()) for assignment in self._assignments),
+            tuple(self._spans.items()),
+            self.slots_changed,
+        )
+
+    def build(self) -> Plan:
+        """The plan of everything pending. Nothing is forgotten until `clear`, so a failed dispatch loses nothing."""
+        entries, num_entries, tables = self._build_entries()
+        copies, num_copies = self._build_copies()
+        slots = self._slots.copy() if self.slots_changed else None
+        return Plan(entries, num_entries, tables, slots, copies, num_copies)
+
+    def clear(self) -> None:
+        """The built plan was dispatched."""
+        for assignment in self._assignments:
+            assignment.clear()
+        self._spans.clear()
+        self.slots_changed = False
+
+    def _build_entries(self) -> tuple[np.ndarray | None, np.ndarray, dict[str, np.ndarray] | None]:
+        count = sum(stop - start for start, stop in self._spans.values())
+        if count == 0:
+            return None, np.array(0, np.int32), None
+        if count > self._large_entries:
+            return None, np.array(0, np.int32), self._whole_tables()
+        max_pages = self._layout.max_pages
+        entries = np.empty((3, SMALL_ENTRIES if count <= SMALL_ENTRIES else self._large_entries), np.int32)
+        singles: list[tuple[int, int, int]] = []  # decode steps change one entry per row: one array for all of them
+        at = 0
+        for (row, group), (start, stop) in self._spans.items():
+            table = self._table_of(row, group)
+            if stop - start == 1:
+                singles.append((group, row * max_pages + start, int(table[start]) if start < len(table) else 0))
+                continue
+            to = at + stop - start
+            entries[0, at:to] = group
+            entries[1, at:to] = np.arange(row * max_pages + start, row * max_pages + stop)
+            known = table[start:stop]
+            entries[2, at : at + len(known)] = known
+            entries[2, at + len(known) : to] = 0
+            at = to
+        if singles:
+            entries[:, at:count] = np.array(singles, np.int32).T
+        self._check_entries(entries[:, :count])
+        return entries, np.array(count, np.int32), None
+
+    def _check_entries(self, entries: np.ndarray) -> None:
+        """Gather clamps and scatter drops on the device: a wrong index would be silent there."""
+        for group in self._layout.attention_groups:
+            size = self._sizes[group.pool]
+            pages = entries[2] if len(self._groups) == 1 else entries[2][entries[0] == group.ordinal]
+            if len(pages) and not 0 <= pages.min() <= pages.max() < size:
+                raise IntegrityError(f"group {group.name!r}: page ids {pages.min()}..{pages.max()} outside [0, {size})")
+
+    def _whole_tables(self) -> dict[str, np.ndarray]:
+        layout = self._layout
+        tables = {}
+        for group in layout.attention_groups:
+            table = np.zeros((layout.max_sequences, layout.max_pages), np.int32)
+            for row in range(layout.max_sequences):
+                known = self._table_of(row, group.ordinal)
+                table[row, : len(known)] = known
+            if not 0 <= table.min() <= table.max() < self._sizes[group.pool]:
+                raise IntegrityError(f"group {group.name!r}: page ids outside [0, {self._sizes[group.pool]})")
+            tables[group.name] = table
+        return tables
+
+    def _build_copies(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        if not any(self._assignments):
+            return (), ()
+        moves = [schedule(assignment) for assignment in self._assignments]
+        for pool, (pairs, size) in enumerate(zip(moves, self._sizes, strict=True)):
+            for source, destination in pairs:
+                if not (-1 <= source < size and (0 <= destination < size or destination == UNUSED)):
+                    raise IntegrityError(f"pool {pool}: copy {source} -> {destination} outside [0, {size})")
+        width = self._copies_per_array
+        arrays, counts = [], []
+        for at in range(0, max(map(len, moves)), width):
+            array = np.zeros((len(moves), 2, width), np.int32)
+            array[:, 1] = UNUSED
+            count = np.zeros(len(moves), np.int32)
+            for pool, pairs in enumerate(moves):
+                part = pairs[at : at + width]
+                if part:
+                    array[pool, :, : len(part)] = np.array(part, np.int32).T
+                    count[pool] = len(part)
+            arrays.append(array)
+            counts.append(count)
+        return tuple(arrays), tuple(counts)

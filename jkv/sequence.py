@@ -1,0 +1,884 @@
+"""Sequence: one request's lengths, pages and life.
+
+    page index      0 ........ published ........ ceil(capacity / page_size)
+    owner           tree nodes (the path)  | this sequence's private pages
+    tokens          committed in whole pages | `partial` committed | written, not committed | room
+
+After `end` or `stop_committing` the partial page may be a tail of the tree, lent back until the next `reserve`.
+The host half of jkv: NumPy only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import numpy as np
+
+from jkv.config import Scope, as_tokens, require_int
+from jkv.errors import ConfigError, IntegrityError, OutOfPagesError, SequenceStateError
+from jkv.layout import Group, Layout
+from jkv.pages import PagePool
+from jkv.plan import ZERO, PlanBuilder
+from jkv.radix import NO_SLOT, Endpoint, Match, Node, RadixTree
+from jkv.stats import Counters
+
+NO_PAGE = 0  # a null page-table entry
+
+
+class Status(enum.StrEnum):
+    """What a sequence is doing. A str: `Status.ACTIVE == "active"`."""
+
+    ACTIVE = "active"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
+
+
+@dataclasses.dataclass
+class Host:
+    """What all sequences of one manager share."""
+
+    layout: Layout
+    pools: list[PagePool]
+    tree: RadixTree
+    counters: Counters
+    builder: PlanBuilder
+    rows: list[Sequence | None]
+    free_rows: list[int]
+    slots: np.ndarray  # int32[max_sequences]: live state slot per row
+    sequences: dict[Sequence, None]  # open ones, oldest first
+
+    @property
+    def active(self) -> int:
+        """Sequences that have a row."""
+        return len(self.rows) - len(self.free_rows)
+
+    def key(self, scope: Scope) -> tuple[str, Scope]:
+        """The tree's name for `scope`."""
+        return self.layout.config.model, scope
+
+
+class Sequence:
+    """One request's view of the cache; made by `CacheManager.open`. Lengths count tokens.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+    >>> state = manager.init()
+    >>> with manager.open([1, 2, 3, 4, 5]) as seq:
+    ...     _ = seq.resume(), seq.reserve(5)
+    ...     state, rows = manager.prepare(state, [seq])
+    ...     seq.commit([1, 2, 3, 4, 5])
+    >>> manager.probe([1, 2, 3, 4, 5, 6]).tokens
+    5
+
+    Attributes:
+      row: row of the page tables while active, else None. Steps take rows from `prepare` only.
+      status: Status.
+      committed: tokens published for reuse.
+      length: tokens whose KV and state the cache holds.
+      capacity: token positions that have pages. committed <= length <= capacity.
+    """
+
+    def __init__(
+        self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool
+    ):
+        self._host = host
+        self._prompt = tokens
+        self._scope = host.key(scope)
+        self._priority = priority
+        self._max_reuse = max(0, len(tokens) - 1) if max_reuse is None else min(max_reuse, len(tokens))
+        self._retry = retry
+        self.row: int | None = None
+        self.status = Status.SUSPENDED
+        self.committed = 0
+        self.length = 0
+        self.capacity = 0
+        # from the first resume on:
+        self._match: Match | None = None
+        self._points: tuple[int, ...] = ()
+        self._node: Node | None = None  # the path's deepest node; a tail while one is lent
+        self._published = 0  # whole pages on the path
+        self._partial = np.empty(0, np.int32)  # committed tokens behind them
+        self._tables: list[np.ndarray] = [np.zeros(0, np.int32) for _ in host.layout.attention_groups]
+        self._live_from = [0] * len(self._tables)  # per window group: pages from here on (and sinks) are live
+        self._slot = NO_SLOT  # the live state
+        self._lent: Endpoint | None = None  # the endpoint whose snapshot is our live state
+        self._pending: dict[int, int] = {}  # endpoints to come: position -> snapshot slot (ours until then)
+        self._last: Endpoint | None = None  # the endpoint that this path last left, or started from
+        self._in_flight = False
+        self._prepared = 0  # capacity at the last prepare
+        self._stopped = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.status.value} row={self.row} committed={self.committed} length={self.length} "
+            f"capacity={self.capacity}>"
+        )
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def match(self) -> Match:
+        """What was reused; before the first successful resume, what would be reused now."""
+        if self._match is not None:
+            return self._match
+        return self._host.tree.match(self._scope, self._prompt, self._max_reuse).match
+
+    @property
+    def snapshot_points(self) -> tuple[int, ...]:
+        """Lengths beyond `length`, ascending, where ending a chunk leaves a snapshot that others can use."""
+        return tuple(point for point in self._points if point > self.length)
+
+    # --- admission ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> bool:
+        """Gets a row; the first time also matches, holds what is reused and plans private copies: one step.
+
+        Returns:
+          False: not now, nothing changed. Let others finish or suspend first.
+
+        Raises:
+          SequenceStateError: the sequence is closed or active.
+        """
+        host = self._host
+        if self.status is not Status.SUSPENDED:
+            raise SequenceStateError(f"resume: {self!r} is {self.status.value}, not suspended")
+        if not host.free_rows or self._too_full():
+            return False
+        if self._match is None and not self._start():
+            return False
+        self.row = host.free_rows.pop()
+        host.rows[self.row] = self
+        for group in host.layout.attention_groups:
+            self._mark(group.ordinal, 0, self._num_pages(self.capacity))
+        self._prepared = self.length
+        self._set_slot(self._slot)
+        self.status = Status.ACTIVE
+        return True
+
+    def _too_full(self) -> bool:
+        """Whether active sequences and what is held leave too little room in some growing pool (SPEC S43)."""
+        host = self._host
+        if not host.active:
+            return False
+        share = host.layout.config.max_utilization_for_resume
+        own = self._own_pages()
+        return any(
+            pool.total - pool.available - own[pool.ordinal] > share * pool.total
+            for pool in host.pools
+            if pool is not host.tree.state_pool
+        )
+
+    def _own_pages(self) -> list[int]:
+        """Unevictable attention pages per pool that are so because of this sequence alone."""
+        host = self._host
+        own = [0] * len(host.pools)
+        if self._node is None:
+            return own
+        for group in host.layout.attention_groups:
+            g, table = group.ordinal, self._tables[group.ordinal]
+            own[group.pool] += int(np.count_nonzero(table[self._tree_pages :]))
+            if group.window is None:
+                own[group.pool] += sum(
+                    host.tree.num_pages(node) for node in host.tree.path_to(self._node) if node.holders == 1
+                )
+            else:
+                own[group.pool] += sum(
+                    host.tree.solely_held_window(self._node, g, first, stop)
+                    for first, stop in self._held_ranges(group)
+                )
+        return own
+
+    def _start(self) -> bool:
+        """The first resume, all or nothing: match, check room, then hold, allocate and plan the copies."""
+        host, tree, page_size = self._host, self._host.tree, self._host.layout.page_size
+        hit = tree.match(self._scope, self._prompt, self._max_reuse)
+        length = hit.match.tokens
+        whole, part = divmod(length, page_size)
+        node = next((n for n in reversed(hit.path) if n.start < whole * page_size), None)
+        source = next(n for n in reversed(hit.path) if n.start <= whole * page_size) if part else None
+        ranges = {group.ordinal: self._live_ranges(group, length, whole) for group in tree.windows}
+
+        counts = [0] * len(host.pools)
+        held = [0] * len(host.pools)
+        for group in tree.groups:
+            counts[group.pool] += 1 if part else 0
+            if node is None:
+                continue
+            if group.window is None:
+                held[group.pool] += tree.newly_held(node, whole)
+            else:
+                for first, stop in ranges[group.ordinal]:
+                    held[group.pool] += tree.newly_held_window(node, group.ordinal, first, stop)
+        if tree.state_pool is not None:
+            counts[tree.state_pool.ordinal] += 1
+        if not tree.can_allocate(counts, held):
+            return False
+
+        if node is None:
+            node = tree.root(self._scope)
+        elif node.end > whole * page_size:
+            node = tree.split(node, whole - node.start // page_size)
+        tree.hold(node)
+        for g, spans in ranges.items():
+            for first, stop in spans:
+                tree.hold_window(node, g, first, stop)
+        if length:
+            self._last = hit.endpoint or tree.endpoint_at(source or node, length)
+        if self._last is not None:
+            tree.touch(self._last, self._priority)
+        if source is not None:
+            tree.use(source)
+        self._fill_tables(node, source, whole, ranges)
+        if tree.state_pool is not None:
+            pool = tree.state_pool
+            value = host.builder.read(pool.ordinal, hit.endpoint.slot) if hit.endpoint else ZERO
+            self._slot = int(tree.allocate(pool, 1)[0])
+            host.builder.write(pool.ordinal, self._slot, value)
+
+        self._node, self._published = node, whole
+        self._partial = self._prompt[whole * page_size : length].copy()
+        self.committed = self.length = self.capacity = length
+        self._match = hit.match
+        self._points = self._choose_points(hit.match.raw_tokens)
+        if not self._retry:
+            self._count_lookup(hit.match)
+        return True
+
+    def _fill_tables(
+        self, node: Node, source: Node | None, whole: int, ranges: dict[int, list[tuple[int, int]]]
+    ) -> None:
+        """Page tables of the matched path, and private copies of the partly matched page."""
+        host, tree = self._host, self._host.tree
+        copies = []
+        for group in tree.groups:
+            g = group.ordinal
+            table = np.zeros(whole + (source is not None), np.int32)
+            for first, stop in ranges.get(g, [(0, whole)]):
+                table[first:stop] = tree.pages_on(node, g, first, stop)
+            self._tables[g] = table
+            if group.window is not None:
+                self._live_from[g] = max(ranges[g][-1][0], self._sink_pages(group))
+            if source is not None:
+                page = int(source.pages[g][whole - source.start // host.layout.page_size])
+                copies.append((g, group.pool, host.builder.read(group.pool, page) if page > 0 else None))
+        # every source is read before anything is evicted: a source's own page may be what its copy gets
+        for g, pool, value in copies:
+            page = self._tables[g][whole] = tree.allocate(host.pools[pool], 1)[0]
+            if value is not None:
+                host.builder.write(pool, int(page), value)
+
+    def _choose_points(self, raw_tokens: int) -> tuple[int, ...]:
+        """Where the tree leaves this prompt, and where this prompt comes again; each cut to a page boundary."""
+        backoff, page_size = self._host.layout.config.reuse_backoff, self._host.layout.page_size
+        lengths = (raw_tokens - backoff, len(self._prompt) - max(1, backoff))
+        return tuple(sorted({n - n % page_size for n in lengths if n > 0}))
+
+    def _count_lookup(self, match: Match) -> None:
+        counters = self._host.counters
+        counters.lookups += 1
+        counters.hits += match.tokens > 0
+        counters.looked_up_tokens += len(self._prompt)
+        counters.reused_tokens += match.tokens
+        if match.limited_by is not None:
+            backoff = self._host.layout.config.reuse_backoff
+            lost = min(match.raw_tokens - backoff, self._max_reuse) - match.tokens
+            counters.lost_tokens[match.limited_by] = counters.lost_tokens.get(match.limited_by, 0) + lost
+
+    # --- room --------------------------------------------------------------------------------------------------
+
+    def reserve(self, n: int) -> bool:
+        """Room for `n` more tokens: capacity = length + n. See `resize`."""
+        return self.resize(self.length + require_int("n", n, 0))
+
+    def resize(self, capacity: int, length: int | None = None) -> bool:
+        """Sets the capacity, and optionally a larger length (KV that something else than a step wrote).
+
+        Returns:
+          False: not enough pages now, nothing changed.
+
+        Raises:
+          ConfigError: `length` below the present one, or above `capacity`.
+          OutOfPagesError: not even an empty cache could give that.
+          SequenceStateError: not active.
+        """
+        self._require_active("resize")
+        capacity = require_int("capacity", capacity, 0)
+        length = self.length if length is None else require_int("length", length, 0)
+        if not self.length <= length <= capacity:
+            raise ConfigError(
+                f"resize(capacity={capacity}, length={length}): length may only grow from {self.length}, up to capacity"
+            )
+        layout = self._host.layout
+        if capacity > layout.max_length:
+            raise OutOfPagesError(f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}")
+        old, new = self._num_pages(self.capacity), self._num_pages(capacity)
+        if new > old or (self._is_lending and capacity > self.length):
+            if not self._grow(old, max(old, new), capacity > self.length):
+                return False
+        if new < old:
+            self._shrink(old, new)
+        self.capacity = capacity
+        if length > self.length:
+            self._move_to(length)
+            if self._stopped:
+                self._slide()
+        return True
+
+    def _grow(self, old: int, new: int, writes: bool) -> bool:
+        """Pages [old, new) in every group, and private copies of what is lent if the sequence goes on writing."""
+        host, tree = self._host, self._host.tree
+        fresh = [0] * len(host.pools)
+        alone = [0] * len(host.pools)
+        for group in tree.groups:
+            fresh[group.pool] += new - old
+            alone[group.pool] += int(np.count_nonzero(self._tables[group.ordinal])) + new - old
+        for pool in host.pools:
+            if alone[pool.ordinal] > pool.total:
+                raise OutOfPagesError(
+                    f"{alone[pool.ordinal]} pages of pool {pool.name!r} are needed for one sequence of "
+                    f"{new} pages per group, the pool has {pool.total}"
+                )
+        lending = self._is_lending and writes
+        copies = self._lent_counts() if lending else [0] * len(host.pools)
+        if tree.can_allocate([a + b for a, b in zip(fresh, copies, strict=True)]):
+            if lending:
+                self._copy_lent()
+        elif lending and tree.can_allocate(fresh):
+            self._take_back_lent()
+        else:
+            return False
+        if new > old:
+            for group in tree.groups:
+                self._append_pages(group, old, tree.allocate(host.pools[group.pool], new - old))
+        return True
+
+    def _append_pages(self, group: Group, old: int, pages: np.ndarray) -> None:
+        g, new = group.ordinal, old + len(pages)
+        table = self._tables[g]
+        if new > len(table):
+            larger = np.zeros(min(self._host.layout.max_pages, new + new // 4 + 4), np.int32)
+            larger[: len(table)] = table
+            self._tables[g] = table = larger
+        table[old:new] = pages
+        self._mark(g, old, new)
+
+    def _shrink(self, old: int, new: int) -> None:
+        for group in self._host.layout.attention_groups:
+            self._free_private(group, new, old)
+            self._mark(group.ordinal, new, old)
+
+    def _free_private(self, group: Group, start: int, stop: int) -> None:
+        """Frees the private pages at table columns [start, stop); the entries become null."""
+        entries = self._tables[group.ordinal][start:stop]
+        self._host.pools[group.pool].release(entries[entries > 0])
+        entries[:] = NO_PAGE
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def advance(self, n: int, *, snapshot: bool | None = None) -> None:
+        """A dispatched step wrote `n` more tokens whose ids the host may not know yet: length += n.
+
+        Args:
+          n: tokens; 0: the step did not run.
+          snapshot: True: keep the state at the new length; False: do not; None: at a snapshot point.
+
+        Raises:
+          SequenceStateError: not active, or more than the last `prepare` had reserved.
+        """
+        self._require_active("advance")
+        n = require_int("n", n, 0)
+        self._require_prepared("advance", n)
+        if n == 0:
+            self._in_flight = False
+            return
+        self._move_to(self.length + n)
+        self._keep_state(self.length, self.length in self._points if snapshot is None else snapshot)
+        if self._stopped:
+            self._slide()
+
+    def commit(self, tokens: Any, *, snapshot: bool | None = None, end: bool = False) -> None:
+        """Publishes the ids of the tokens at `committed`..; advances first if they go past `length`.
+
+        Args:
+          tokens: host ids, int[n].
+          snapshot: True: leave the new length resumable (recurrent: keep its state); False: do not; None: if it is a
+            snapshot point that this call reaches.
+          end: also `stop_committing`.
+
+        Raises:
+          ConfigError: ids of a wrong dtype or range, or a jax.Array.
+          SequenceStateError: not active, stopped, more than the last `prepare` had reserved, or snapshot=True of
+            tokens that a step in flight goes on from.
+        """
+        self._require_active("commit")
+        if self._stopped:
+            raise SequenceStateError(f"commit: {self!r} has stopped committing")
+        tokens = as_tokens(tokens)
+        position = self.committed + len(tokens)
+        ahead = position - self.length
+        if ahead > 0:
+            self._require_prepared("commit", ahead)
+        elif snapshot and self._in_flight and self._slot != NO_SLOT and position not in self._pending:
+            raise SequenceStateError(
+                f"commit(snapshot=True) of older tokens, up to {position}: a step from {self.length} on is in flight, "
+                "so the state at that position cannot be kept; ask for it in the advance that reaches it"
+            )
+        if ahead > 0:
+            self._move_to(position)
+            snapshot = position in self._points if snapshot is None else snapshot
+        if snapshot and not (end and self._can_hand_over(position)):
+            self._keep_state(position, True)
+        if len(tokens):
+            self._publish(tokens)
+            self.committed = position
+        self._publish_endpoints()
+        if end:
+            self._stop()
+        self._slide()
+
+    def rewind(self, n: int) -> None:
+        """Forgets the last `n` uncommitted tokens, in all groups.
+
+        Raises:
+          ConfigError: more than length - committed.
+          SequenceStateError: not active, a step is in flight, there is a recurrent state (it cannot be rewound), or
+            window pages that the shorter length needs are gone. Nothing has changed then.
+        """
+        self._require_active("rewind")
+        n = require_int("n", n, 0)
+        length = self.length - n
+        if length < self.committed:
+            raise ConfigError(f"rewind({n}): only {self.length - self.committed} tokens are not committed")
+        if self._in_flight:
+            raise SequenceStateError(f"rewind({n}): a step is in flight; report it with advance or commit first")
+        if n and self._slot != NO_SLOT:
+            raise SequenceStateError(
+                f"rewind({n}): a recurrent state cannot be taken back from {self.length} to {length} tokens"
+            )
+        for group in self._host.tree.windows:
+            first = max(group.first_live(length, self._host.layout.page_size)[1], self._sink_pages(group))
+            if first < self._live_from[group.ordinal]:
+                raise SequenceStateError(
+                    f"rewind({n}): at length {length} group {group.name!r} needs pages from {first} on, they are kept "
+                    f"from {self._live_from[group.ordinal]} on"
+                )
+        self.length = length
+        for position in [p for p in self._pending if p > length]:
+            self._free_slot(self._pending.pop(position))
+
+    def _move_to(self, length: int) -> None:
+        self.length = length
+        self._in_flight = False
+
+    def _keep_state(self, position: int, wanted: bool) -> None:
+        """Makes `position` an endpoint to come; with recurrent layers plans a copy of the live state."""
+        tree, builder = self._host.tree, self._host.builder
+        if not wanted or position in self._pending or position == 0:
+            return
+        if tree.state_pool is None:
+            self._pending[position] = NO_SLOT
+        elif self.length != position or self._in_flight or tree.state_pool.available == 0:
+            self._host.counters.snapshots_skipped += 1
+        else:
+            slot = int(tree.allocate(tree.state_pool, 1)[0])
+            builder.copy(tree.state_pool.ordinal, self._slot, slot)
+            self._pending[position] = slot
+
+    # --- publishing --------------------------------------------------------------------------------------------
+
+    def _publish(self, tokens: np.ndarray) -> None:
+        """Hands the whole pages of `partial` + `tokens` to the tree, taking over pages that it already has."""
+        tree, page_size = self._host.tree, self._host.layout.page_size
+        joined = np.concatenate((self._partial, tokens)) if len(self._partial) else tokens
+        whole = len(joined) // page_size
+        self._partial = joined[whole * page_size :].copy()
+        node, done = self._node, 0
+        while done < whole:
+            rest = joined[done * page_size : whole * page_size]
+            child = node.children.get(rest[:page_size].tobytes())
+            first = self._published + done
+            if child is None:
+                pages = [self._handed_over(group, first, first + whole - done) for group in tree.groups]
+                if node.size and not node.children and node.holders == 1:
+                    tree.extend(node, rest, pages)
+                else:
+                    node = tree.attach(node, rest, pages, self._priority)
+                break
+            shared = _shared_pages(child, rest, page_size)
+            if shared < tree.num_pages(child):
+                child = tree.split(child, shared)
+            self._take_over(child, first, shared)
+            node, done = child, done + shared
+        self._node, self._published = node, self._published + whole
+
+    def _handed_over(self, group: Group, first: int, stop: int) -> np.ndarray:
+        """Our page ids as a node keeps them: -1 where there is none."""
+        entries = self._tables[group.ordinal][first:stop]
+        return entries if group.window is None else np.where(entries > 0, entries, np.int32(-1))
+
+    def _take_over(self, node: Node, first: int, count: int) -> None:
+        """The tree has pages [first, first + count) already, as all of `node`: ours are freed, or fill its holes."""
+        host, tree = self._host, self._host.tree
+        tree.hold_child(node)
+        node.priority = max(node.priority, self._priority)
+        for group in tree.groups:
+            g, pool = group.ordinal, host.pools[group.pool]
+            entries = self._tables[g][first : first + count]
+            ours = entries.copy()
+            if group.window is not None:
+                tree.fill(node, g, 0, ours)
+                tree.hold_window(node, g, first, first + count)
+            theirs = node.pages[g][:count]
+            pool.release(ours[(ours != theirs) & (ours > 0)])
+            np.maximum(theirs, NO_PAGE, out=entries)
+            self._mark(g, first, first + count)
+
+    def _publish_endpoints(self) -> None:
+        """Endpoints whose page has become the tree's."""
+        limit = self._published * self._host.layout.page_size
+        for position in sorted(p for p in self._pending if p <= limit):
+            self._leave_endpoint(self._host.tree.node_of(self._node, position), position, self._pending.pop(position))
+
+    def _leave_endpoint(self, node: Node, position: int, slot: int) -> Endpoint:
+        """Hangs an endpoint on `node`, or frees `slot` if there is one at that position already."""
+        tree = self._host.tree
+        endpoint = tree.endpoint_at(node, position)
+        if endpoint is None:
+            endpoint = tree.add_endpoint(node, position, slot, self._priority)
+            self._host.counters.snapshots_taken += slot != NO_SLOT
+        else:
+            tree.touch(endpoint, self._priority)
+            self._free_slot(slot)
+        if self._last is not None:
+            tree.extended(self._last, endpoint)
+        self._last = endpoint
+        return endpoint
+
+    def stop_committing(self) -> None:
+        """No more tokens will be committed: the partial page and, if no step is in flight, the live state go to the
+        tree without a copy. A later `reserve` plans private copies of them."""
+        self._require_active("stop_committing")
+        if not self._stopped:
+            self._stop()
+            self._slide()
+
+    def _can_hand_over(self, position: int) -> bool:
+        """Whether the live state is the state at `position`."""
+        return self._slot != NO_SLOT and not self._in_flight and self.length == position
+
+    def _stop(self) -> None:
+        self._stopped = True
+        tree, position = self._host.tree, self.committed
+        for later in [p for p in self._pending if p > position]:
+            self._free_slot(self._pending.pop(later))
+        hands_over = position > 0 and position not in self._pending and self._can_hand_over(position)
+        resumable = tree.state_pool is None or hands_over or bool(self._pending)
+        if position == 0 or not (tree.groups or resumable):
+            return
+        node = self._publish_tail() if len(self._partial) else self._node
+        for pending in sorted(self._pending):
+            self._leave_endpoint(node, pending, self._pending.pop(pending))
+        if tree.state_pool is None:
+            self._leave_endpoint(tree.node_of(node, position), position, NO_SLOT)
+        elif hands_over:
+            home = tree.node_of(node, position)
+            if tree.endpoint_at(home, position) is not None:
+                self._leave_endpoint(home, position, NO_SLOT)
+            else:
+                self._lent = self._leave_endpoint(home, position, self._slot)
+                tree.pin(self._lent)
+
+    def _publish_tail(self) -> Node:
+        """The node that holds our partial page from now on: a tail of our own, or what the tree has already."""
+        tree = self._host.tree
+        home = tree.tail_home(self._node, self._partial.tobytes())
+        if home is None:
+            pages = [self._handed_over(group, self._published, self._published + 1) for group in tree.groups]
+            self._node = home = tree.attach(self._node, self._partial, pages, self._priority)
+        elif not tree.complete_head(home):  # a tail that has lost window pages: ours fill them
+            self._take_over(home, self._published, 1)
+            self._node = home
+        return home
+
+    @property
+    def _is_lending(self) -> bool:
+        """Whether the tree owns our partial page or our live state."""
+        return self._lends_tail or self._lent is not None
+
+    @property
+    def _lends_tail(self) -> bool:
+        return self._node is not None and 0 < self._node.size < self._host.layout.page_size
+
+    @property
+    def _tree_pages(self) -> int:
+        """Table columns below this belong to the tree."""
+        return self._published + self._lends_tail
+
+    def _lent_counts(self) -> list[int]:
+        """Pages and slots per pool that private copies of what is lent take."""
+        counts = [0] * len(self._host.pools)
+        if self._lends_tail:
+            for group in self._host.tree.groups:
+                counts[group.pool] += self._tables[group.ordinal][self._published] > 0
+        if self._lent is not None:
+            counts[self._host.tree.state_pool.ordinal] += 1
+        return counts
+
+    def _copy_lent(self) -> None:
+        """Private copies of the lent tail and live state; the originals stay the tree's."""
+        host, tree, at = self._host, self._host.tree, self._published
+        if self._lends_tail:
+            for group in tree.groups:
+                table = self._tables[group.ordinal]
+                if table[at] > 0:
+                    page = int(tree.allocate(host.pools[group.pool], 1)[0])
+                    host.builder.copy(group.pool, int(table[at]), page)
+                    table[at] = page
+                    self._mark(group.ordinal, at, at + 1)
+            self._release_tail()
+        if self._lent is not None:
+            pool = tree.state_pool
+            slot = int(tree.allocate(pool, 1)[0])
+            host.builder.copy(pool.ordinal, self._slot, slot)
+            tree.unpin(self._lent)
+            self._lent = None
+            self._set_slot(slot)
+
+    def _take_back_lent(self) -> None:
+        """No room for copies: the lent tail and live state become private again and are not reusable."""
+        tree = self._host.tree
+        if self._lent is not None:
+            lent, self._lent = self._lent, None
+            tree.unpin(lent)
+            tree.remove_endpoint(lent, keep_slot=True)
+        if self._lends_tail:
+            tail = self._node
+            self._node = tail.parent
+            tree.take_back(tail)
+
+    def _release_tail(self) -> None:
+        """The path ends at the tail's parent again."""
+        tail, tree = self._node, self._host.tree
+        for group in tree.windows:
+            if self._live_from[group.ordinal] <= self._published or self._published < self._sink_pages(group):
+                tree.release_window(tail, group.ordinal, self._published, self._published + 1)
+        self._node = tail.parent
+        tree.release_child(tail, self._priority)
+
+    # --- windows -----------------------------------------------------------------------------------------------
+
+    def _sink_pages(self, group: Group) -> int:
+        return -(-group.sinks // self._host.layout.page_size)
+
+    def _live_ranges(self, group: Group, length: int, stop: int) -> list[tuple[int, int]]:
+        """Page ranges below `stop` that a window group keeps at `length`: sinks, then the window."""
+        sinks = self._sink_pages(group)
+        first = max(group.first_live(length, self._host.layout.page_size)[1], sinks)
+        return [(0, min(sinks, stop)), (min(first, stop), stop)]
+
+    def _held_ranges(self, group: Group) -> list[tuple[int, int]]:
+        """Page ranges of the tree that this sequence holds in a window group."""
+        sinks, stop = self._sink_pages(group), self._tree_pages
+        first = max(self._live_from[group.ordinal], sinks)
+        return [(0, min(sinks, stop)), (min(first, stop), stop)]
+
+    def _slide(self) -> None:
+        """Pages that left a window leave the sequence. By committed length, so that a rewind finds its window."""
+        tree = self._host.tree
+        if not tree.windows:
+            return
+        length = self.length if self._stopped else min((self.committed, *self._pending))
+        for group in tree.windows:
+            g = group.ordinal
+            first = max(self._live_from[g], self._sink_pages(group))
+            stop = group.first_live(length, self._host.layout.page_size)[1]
+            if stop <= first:
+                continue
+            owned = min(stop, self._tree_pages)
+            if owned > first:
+                tree.release_window(self._node, g, first, owned)
+                self._tables[g][first:owned] = NO_PAGE
+            if stop > self._tree_pages:
+                self._free_private(group, max(first, self._tree_pages), stop)
+            self._live_from[g] = stop
+            self._mark(g, first, stop)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """Gives up the row; pages and the live state stay. `resume` brings it back.
+
+        Raises:
+          SequenceStateError: not active, or a step is in flight.
+        """
+        self._require_active("suspend")
+        if self._in_flight:
+            raise SequenceStateError(f"suspend: {self!r} has a step in flight; report it with advance or commit first")
+        self._leave_row()
+        self.status = Status.SUSPENDED
+
+    def close(self) -> None:
+        """Leaves what is committed to the tree and frees the rest. In flight, no state is left. Idempotent."""
+        if self.status is Status.CLOSED:
+            return
+        if self._node is not None:
+            if not self._stopped:
+                self._stop()
+            self._let_go()
+        if self.row is not None:
+            self._leave_row()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closed, without a word to the tree: after `close`, or when the device's contents are lost."""
+        self.status = Status.CLOSED
+        self.row = None
+        self.capacity = self.length = self.committed
+        self._in_flight = False
+        self._host.sequences.pop(self, None)
+
+    def _let_go(self) -> None:
+        tree = self._host.tree
+        for position in list(self._pending):
+            self._free_slot(self._pending.pop(position))
+        if self._lent is not None:
+            tree.unpin(self._lent)
+            self._lent = None
+        else:
+            self._free_slot(self._slot)
+        self._slot = NO_SLOT
+        for group in tree.groups:
+            self._free_private(group, self._tree_pages, self._num_pages(self.capacity))
+            if group.window is not None:
+                for first, stop in self._held_ranges(group):
+                    tree.release_window(self._node, group.ordinal, first, stop)
+        tree.release(self._node, self._priority)
+        self._node = None
+
+    def _leave_row(self) -> None:
+        host, row = self._host, self.row
+        host.rows[row] = None
+        host.free_rows.append(row)
+        for group in host.layout.attention_groups:
+            host.builder.mark(row, group.ordinal, 0, self._num_pages(self.capacity))
+        if host.tree.state_pool is not None:
+            host.slots[row] = NO_SLOT
+            host.builder.slots_changed = True
+        self.row = None
+
+    # --- small helpers -----------------------------------------------------------------------------------------
+
+    def _num_pages(self, length: int) -> int:
+        return -(-length // self._host.layout.page_size)
+
+    def _mark(self, group: int, start: int, stop: int) -> None:
+        """Our page-table columns [start, stop) have changed."""
+        if self.row is not None:
+            self._host.builder.mark(self.row, group, start, stop)
+
+    def _set_slot(self, slot: int) -> None:
+        self._slot = slot
+        if slot != NO_SLOT:
+            self._host.slots[self.row] = slot
+            self._host.builder.slots_changed = True
+
+    def _free_slot(self, slot: int) -> None:
+        if slot != NO_SLOT:
+            self._host.tree.state_pool.release(np.array([slot], np.int32))
+
+    def _require_active(self, operation: str) -> None:
+        if self.status is not Status.ACTIVE:
+            raise SequenceStateError(f"{operation}: {self!r} is {self.status.value}, not active")
+
+    def _require_prepared(self, operation: str, n: int) -> None:
+        """A step may write what was reserved at the last prepare; with recurrent layers it reports once."""
+        reserved = min(self._prepared, self.capacity)
+        if self.length + n > reserved:
+            raise SequenceStateError(
+                f"{operation} of {n} tokens at length {self.length}: the last prepare had room for {reserved} tokens"
+            )
+        if n and self._slot != NO_SLOT and not self._in_flight:
+            raise SequenceStateError(
+                f"{operation} of {n} tokens at length {self.length}: with recurrent layers the length moves once per "
+                "prepare, and no step is in flight"
+            )
+
+    # --- for the manager ---------------------------------------------------------------------------------------
+
+    @property
+    def slot(self) -> int:
+        """The live state's slot; 0 without recurrent layers."""
+        return self._slot
+
+    def held_path(self) -> tuple[Node, list[tuple[int, int, int]]] | None:
+        """The deepest node held, and the window pages held: (group, first, stop); None: nothing is held."""
+        if self._node is None:
+            return None
+        windows = self._host.tree.windows
+        return self._node, [(w.ordinal, first, stop) for w in windows for first, stop in self._held_ranges(w)]
+
+    def private_pages(self) -> list[np.ndarray]:
+        """Per pool the page ids and slots that this sequence owns."""
+        pages: list[list[int]] = [[] for _ in self._host.pools]
+        if self._node is not None:
+            for group in self._host.layout.attention_groups:
+                entries = self.table(group.ordinal)[self._tree_pages :]
+                pages[group.pool].extend(entries[entries > 0].tolist())
+            if self._slot != NO_SLOT:
+                live = [] if self._lent is not None else [self._slot]
+                pages[self._host.tree.state_pool.ordinal].extend([*live, *filter(None, self._pending.values())])
+        return [np.array(ids, np.int32) for ids in pages]
+
+    def check(self) -> None:
+        """Raises IntegrityError unless lengths and page table agree with what the path owns."""
+        page_size = self._host.layout.page_size
+        if not self.committed <= self.length <= self.capacity:
+            raise IntegrityError(f"{self!r}: committed <= length <= capacity does not hold")
+        if self._node is None:
+            if self.capacity or self._slot != NO_SLOT or self.row is not None:
+                raise IntegrityError(f"{self!r} holds something before its first resume")
+            return
+        path_end = self._node.start if self._lends_tail else self._node.end
+        if path_end != self._published * page_size or self.committed != path_end + len(self._partial):
+            raise IntegrityError(f"{self!r}: path of {path_end} tokens, {self._published} published pages")
+        for group in self._host.tree.groups:
+            g, table = group.ordinal, self._tables[group.ordinal]
+            expected = np.zeros(self._tree_pages, np.int32)
+            ranges = [(0, self._tree_pages)] if group.window is None else self._held_ranges(group)
+            for first, stop in ranges:
+                expected[first:stop] = self._host.tree.pages_on(self._node, g, first, stop)
+            if not np.array_equal(table[: self._tree_pages], expected):
+                raise IntegrityError(f"{self!r}: group {group.name!r} has {table[: self._tree_pages].tolist()} in its "
+                                     f"table, the tree {expected.tolist()}")
+            first = max(self._tree_pages, self._live_from[g])
+            if group.window is None:
+                first = self._tree_pages
+            private = table[first : self._num_pages(self.capacity)]
+            if (private <= 0).any() or table[self._num_pages(self.capacity) :].any():
+                raise IntegrityError(f"{self!r}: group {group.name!r} has a wrong private part: {table.tolist()}")
+
+    def table(self, group: int) -> np.ndarray:
+        """This sequence's page ids in the attention group of that ordinal: int32[pages]."""
+        return self._tables[group][: self._num_pages(self.capacity)]
+
+    def prepared(self) -> None:
+        """`prepare` has listed this sequence: a step may be dispatched now."""
+        self._prepared = self.capacity
+        self._in_flight = self.capacity > self.length
+
+
+def _shared_pages(node: Node, tokens: np.ndarray, page_size: int) -> int:
+    """Whole pages that `node` shares with `tokens` (at least the first)."""
+    span = min(node.size, len(tokens))
+    differs = node.tokens[:span] != tokens[:span]
+    first = int(differs.argmax())
+    return (first if differs[first] else span) // page_size
+
+
