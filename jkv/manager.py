@@ -13,10 +13,12 @@ import numpy as np
 from jkv.apply import apply
 from jkv.config import CacheConfig, Scope, as_tokens, require_int
 from jkv.errors import ConfigError, IntegrityError, SequenceStateError
+from jkv.integrity import check_tree
 from jkv.layout import make_layout
 from jkv.pages import PagePool
 from jkv.plan import PlanBuilder
-from jkv.radix import NO_SLOT, Match, RadixTree
+from jkv.radix import NO_SLOT, Match
+from jkv.retention import Retention
 from jkv.sequence import Host, Sequence, Status
 from jkv.state import CacheState, init_state
 from jkv.stats import CacheStats, Counters, PoolStats
@@ -66,7 +68,7 @@ class CacheManager:
         builder = PlanBuilder(layout, self._table_of, slots)
         free_rows = list(range(layout.max_sequences - 1, -1, -1))
         return Host(
-            layout, pools, RadixTree(layout, pools), self._counters, builder,
+            layout, pools, Retention(layout, pools), self._counters, builder,
             [None] * layout.max_sequences, free_rows, slots, {},
         )  # fmt: skip
 
@@ -192,17 +194,7 @@ class CacheManager:
         Raises:
           SequenceStateError: a sequence is not active, of another manager or listed twice, or the state was donated.
         """
-        batch = list(sequences)
-        rows = np.empty(len(batch), np.int32)
-        for i, seq in enumerate(batch):
-            if not isinstance(seq, Sequence):
-                raise ConfigError(f"prepare: sequences[{i}] is a {type(seq).__name__}, not a Sequence")
-            if seq.status is not Status.ACTIVE or self._host.rows[seq.row] is not seq:
-                other = "" if seq.status is not Status.ACTIVE else " of another manager"
-                raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, is not an active sequence{other or ''}")
-            rows[i] = seq.row
-        if len(set(rows.tolist())) != len(rows):
-            raise SequenceStateError(f"prepare: a sequence is listed twice; rows {rows.tolist()}")
+        batch, rows = self._rows(sequences)
         self._check_state(state)
         builder = self._host.builder
         if not builder.empty:
@@ -211,6 +203,21 @@ class CacheManager:
         for seq in batch:
             seq.prepared()
         return state, rows
+
+    def _rows(self, sequences: Iterable[Sequence]) -> tuple[list[Sequence], np.ndarray]:
+        """The batch as a list, and its rows; every sequence must be active, ours and listed once."""
+        batch = list(sequences)
+        for i, seq in enumerate(batch):
+            if not isinstance(seq, Sequence):
+                raise ConfigError(f"prepare: sequences[{i}] is a {type(seq).__name__}, not a Sequence")
+            if seq.status is not Status.ACTIVE:
+                raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, is not active")
+            if self._host.rows[seq.row] is not seq:
+                raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, belongs to another manager")
+        rows = np.array([seq.row for seq in batch], np.int32)
+        if len(set(batch)) != len(batch):
+            raise SequenceStateError(f"prepare: a sequence is listed twice; rows {rows.tolist()}")
+        return batch, rows
 
     def _check_state(self, state: CacheState) -> None:
         if not isinstance(state, CacheState) or state.layout is not self.layout:
@@ -250,7 +257,7 @@ class CacheManager:
         """
         host = self._host
         paths = [path for seq in host.sequences if (path := seq.held_path()) is not None]
-        owned = host.tree.check(paths)
+        owned = check_tree(host.tree, paths)
         for seq in host.sequences:
             seq.check()
             for pool, pages in enumerate(seq.private_pages()):

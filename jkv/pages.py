@@ -82,6 +82,10 @@ class EvictionOrder:
         self._heap.clear()
         self._serials.clear()
 
+    def items(self) -> list[Any]:
+        """Everything that has a rank."""
+        return list(self._serials)
+
     def ranked(self, item: Hashable) -> bool:
         """Whether `item` has a rank."""
         return item in self._serials
@@ -109,8 +113,8 @@ class PagePool:
         self.order = EvictionOrder()
         self.free = self.total
         self._stack = np.arange(self.total, 0, -1, dtype=np.int32)  # [:free] is free; page 1 on top
-        self._is_free = np.ones(self.total + 1, bool)
-        self._is_free[0] = False
+        # one more entry than pages: 0 and -1 (which wraps to it) can never be freed
+        self._is_free = np.ones(self.total + 2, bool)
 
     @property
     def private(self) -> int:
@@ -136,16 +140,33 @@ class PagePool:
         self._is_free[pages] = False
         return pages
 
+    def allocate_one(self) -> int:
+        """Takes one page off the free stack."""
+        if not self.free:
+            raise IntegrityError(f"pool {self.name!r}: a page asked for, none free")
+        self.free -= 1
+        page = int(self._stack[self.free])
+        self._is_free[page] = False
+        return page
+
     def release(self, pages: np.ndarray) -> None:
         """Puts `pages` (distinct, not free) back on the free stack."""
         count = len(pages)
         if count == 0:
             return
-        if self._is_free[pages].any() or pages.min() <= 0 or self.free + count > self.total:
+        if self._is_free[pages].any() or self.free + count > self.total:
             raise IntegrityError(f"pool {self.name!r}: pages {pages.tolist()} are not all in use: freed twice")
         self._stack[self.free : self.free + count] = pages[::-1]
         self.free += count
         self._is_free[pages] = True
+
+    def release_one(self, page: int) -> None:
+        """Puts one page back on the free stack."""
+        if self._is_free[page]:
+            raise IntegrityError(f"pool {self.name!r}: page {page} is not in use: freed twice")
+        self._stack[self.free] = page
+        self.free += 1
+        self._is_free[page] = True
 
     def free_pages(self) -> np.ndarray:
         """The free page ids: int32[free]."""

@@ -21,7 +21,8 @@ from jkv.errors import ConfigError, IntegrityError, OutOfPagesError, SequenceSta
 from jkv.layout import Group, Layout
 from jkv.pages import PagePool
 from jkv.plan import ZERO, PlanBuilder
-from jkv.radix import NO_SLOT, Endpoint, Match, Node, RadixTree
+from jkv.radix import NO_SLOT, NO_TOKENS, Endpoint, Match, Node, node_of, pages_on, path_to, shared_tokens
+from jkv.retention import Retention
 from jkv.stats import Counters
 
 NO_PAGE = 0  # a null page-table entry
@@ -41,7 +42,7 @@ class Host:
 
     layout: Layout
     pools: list[PagePool]
-    tree: RadixTree
+    tree: Retention
     counters: Counters
     builder: PlanBuilder
     rows: list[Sequence | None]
@@ -100,7 +101,7 @@ class Sequence:
         self._points: tuple[int, ...] = ()
         self._node: Node | None = None  # the path's deepest node; a tail while one is lent
         self._published = 0  # whole pages on the path
-        self._partial = np.empty(0, np.int32)  # committed tokens behind them
+        self._partial = NO_TOKENS  # committed tokens behind them
         self._tables: list[np.ndarray] = [np.zeros(0, np.int32) for _ in host.layout.attention_groups]
         self._live_from = [0] * len(self._tables)  # per window group: pages from here on (and sinks) are live
         self._slot = NO_SLOT  # the live state
@@ -186,7 +187,7 @@ class Sequence:
             own[group.pool] += int(np.count_nonzero(table[self._tree_pages :]))
             if group.window is None:
                 own[group.pool] += sum(
-                    host.tree.num_pages(node) for node in host.tree.path_to(self._node) if node.holders == 1
+                    host.tree.num_pages(node) for node in path_to(self._node) if node.holders == 1
                 )
             else:
                 own[group.pool] += sum(
@@ -223,14 +224,16 @@ class Sequence:
 
         if node is None:
             node = tree.root(self._scope)
-        elif node.end > whole * page_size:
-            node = tree.split(node, whole - node.start // page_size)
+        lower = node
+        if node.end > whole * page_size:
+            node = tree.split(node, whole - node.first_page)
         tree.hold(node)
+        tree.settle(lower)
         for g, spans in ranges.items():
             for first, stop in spans:
                 tree.hold_window(node, g, first, stop)
         if length:
-            self._last = hit.endpoint or tree.endpoint_at(source or node, length)
+            self._last = hit.endpoint or (source or node_of(node, length)).endpoint_at(length)
         if self._last is not None:
             tree.touch(self._last, self._priority)
         if source is not None:
@@ -239,7 +242,7 @@ class Sequence:
         if tree.state_pool is not None:
             pool = tree.state_pool
             value = host.builder.read(pool.ordinal, hit.endpoint.slot) if hit.endpoint else ZERO
-            self._slot = int(tree.allocate(pool, 1)[0])
+            self._slot = tree.allocate_one(pool)
             host.builder.write(pool.ordinal, self._slot, value)
 
         self._node, self._published = node, whole
@@ -261,18 +264,18 @@ class Sequence:
             g = group.ordinal
             table = np.zeros(whole + (source is not None), np.int32)
             for first, stop in ranges.get(g, [(0, whole)]):
-                table[first:stop] = tree.pages_on(node, g, first, stop)
+                table[first:stop] = pages_on(node, g, first, stop)
             self._tables[g] = table
             if group.window is not None:
                 self._live_from[g] = max(ranges[g][-1][0], self._sink_pages(group))
             if source is not None:
-                page = int(source.pages[g][whole - source.start // host.layout.page_size])
+                page = int(source.pages[g][whole - source.first_page])
                 copies.append((g, group.pool, host.builder.read(group.pool, page) if page > 0 else None))
         # every source is read before anything is evicted: a source's own page may be what its copy gets
         for g, pool, value in copies:
-            page = self._tables[g][whole] = tree.allocate(host.pools[pool], 1)[0]
+            page = self._tables[g][whole] = tree.allocate_one(host.pools[pool])
             if value is not None:
-                host.builder.write(pool, int(page), value)
+                host.builder.write(pool, page, value)
 
     def _choose_points(self, raw_tokens: int) -> tuple[int, ...]:
         """Where the tree leaves this prompt, and where this prompt comes again; each cut to a page boundary."""
@@ -487,7 +490,7 @@ class Sequence:
         elif self.length != position or self._in_flight or tree.state_pool.available == 0:
             self._host.counters.snapshots_skipped += 1
         else:
-            slot = int(tree.allocate(tree.state_pool, 1)[0])
+            slot = tree.allocate_one(tree.state_pool)
             builder.copy(tree.state_pool.ordinal, self._slot, slot)
             self._pending[position] = slot
 
@@ -511,10 +514,11 @@ class Sequence:
                 else:
                     node = tree.attach(node, rest, pages, self._priority)
                 break
-            shared = _shared_pages(child, rest, page_size)
+            shared, lower = shared_tokens(child, rest, page_size) // page_size, child
             if shared < tree.num_pages(child):
                 child = tree.split(child, shared)
             self._take_over(child, first, shared)
+            tree.settle(lower)
             node, done = child, done + shared
         self._node, self._published = node, self._published + whole
 
@@ -533,7 +537,7 @@ class Sequence:
             entries = self._tables[g][first : first + count]
             ours = entries.copy()
             if group.window is not None:
-                tree.fill(node, g, 0, ours)
+                tree.fill(node, g, ours)
                 tree.hold_window(node, g, first, first + count)
             theirs = node.pages[g][:count]
             pool.release(ours[(ours != theirs) & (ours > 0)])
@@ -544,12 +548,12 @@ class Sequence:
         """Endpoints whose page has become the tree's."""
         limit = self._published * self._host.layout.page_size
         for position in sorted(p for p in self._pending if p <= limit):
-            self._leave_endpoint(self._host.tree.node_of(self._node, position), position, self._pending.pop(position))
+            self._leave_endpoint(node_of(self._node, position), position, self._pending.pop(position))
 
     def _leave_endpoint(self, node: Node, position: int, slot: int) -> Endpoint:
         """Hangs an endpoint on `node`, or frees `slot` if there is one at that position already."""
         tree = self._host.tree
-        endpoint = tree.endpoint_at(node, position)
+        endpoint = node.endpoint_at(position)
         if endpoint is None:
             endpoint = tree.add_endpoint(node, position, slot, self._priority)
             self._host.counters.snapshots_taken += slot != NO_SLOT
@@ -586,10 +590,10 @@ class Sequence:
         for pending in sorted(self._pending):
             self._leave_endpoint(node, pending, self._pending.pop(pending))
         if tree.state_pool is None:
-            self._leave_endpoint(tree.node_of(node, position), position, NO_SLOT)
+            self._leave_endpoint(node_of(node, position), position, NO_SLOT)
         elif hands_over:
-            home = tree.node_of(node, position)
-            if tree.endpoint_at(home, position) is not None:
+            home = node_of(node, position)
+            if home.endpoint_at(position) is not None:
                 self._leave_endpoint(home, position, NO_SLOT)
             else:
                 self._lent = self._leave_endpoint(home, position, self._slot)
@@ -602,7 +606,7 @@ class Sequence:
         if home is None:
             pages = [self._handed_over(group, self._published, self._published + 1) for group in tree.groups]
             self._node = home = tree.attach(self._node, self._partial, pages, self._priority)
-        elif not tree.complete_head(home):  # a tail that has lost window pages: ours fill them
+        elif not tree.has_head(home):  # a tail that has lost window pages: ours fill them
             self._take_over(home, self._published, 1)
             self._node = home
         return home
@@ -638,14 +642,14 @@ class Sequence:
             for group in tree.groups:
                 table = self._tables[group.ordinal]
                 if table[at] > 0:
-                    page = int(tree.allocate(host.pools[group.pool], 1)[0])
+                    page = tree.allocate_one(host.pools[group.pool])
                     host.builder.copy(group.pool, int(table[at]), page)
                     table[at] = page
                     self._mark(group.ordinal, at, at + 1)
             self._release_tail()
         if self._lent is not None:
             pool = tree.state_pool
-            slot = int(tree.allocate(pool, 1)[0])
+            slot = tree.allocate_one(pool)
             host.builder.copy(pool.ordinal, self._slot, slot)
             tree.unpin(self._lent)
             self._lent = None
@@ -656,7 +660,6 @@ class Sequence:
         tree = self._host.tree
         if self._lent is not None:
             lent, self._lent = self._lent, None
-            tree.unpin(lent)
             tree.remove_endpoint(lent, keep_slot=True)
         if self._lends_tail:
             tail = self._node
@@ -791,7 +794,7 @@ class Sequence:
 
     def _free_slot(self, slot: int) -> None:
         if slot != NO_SLOT:
-            self._host.tree.state_pool.release(np.array([slot], np.int32))
+            self._host.tree.state_pool.release_one(slot)
 
     def _require_active(self, operation: str) -> None:
         if self.status is not Status.ACTIVE:
@@ -853,7 +856,7 @@ class Sequence:
             expected = np.zeros(self._tree_pages, np.int32)
             ranges = [(0, self._tree_pages)] if group.window is None else self._held_ranges(group)
             for first, stop in ranges:
-                expected[first:stop] = self._host.tree.pages_on(self._node, g, first, stop)
+                expected[first:stop] = pages_on(self._node, g, first, stop)
             if not np.array_equal(table[: self._tree_pages], expected):
                 raise IntegrityError(f"{self!r}: group {group.name!r} has {table[: self._tree_pages].tolist()} in its "
                                      f"table, the tree {expected.tolist()}")
@@ -872,13 +875,4 @@ class Sequence:
         """`prepare` has listed this sequence: a step may be dispatched now."""
         self._prepared = self.capacity
         self._in_flight = self.capacity > self.length
-
-
-def _shared_pages(node: Node, tokens: np.ndarray, page_size: int) -> int:
-    """Whole pages that `node` shares with `tokens` (at least the first)."""
-    span = min(node.size, len(tokens))
-    differs = node.tokens[:span] != tokens[:span]
-    first = int(differs.argmax())
-    return (first if differs[first] else span) // page_size
-
 

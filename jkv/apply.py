@@ -1,0 +1,144 @@
+"""A Plan carried out on a CacheState.
+
+    plan.entries, plan.copies  ->  one jitted call, donated: scattered into the tables and pools in place
+    plan.tables, plan.slots    ->  device_put: they replace what is there
+
+The host never waits here: everything is dispatched, and program order on the device does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.layout import INT32_MAX
+from jkv.plan import CHUNK, SMALL_ENTRIES, ZERO, Plan
+from jkv.state import CacheState, Pools
+
+Tables = tuple[jax.Array, ...]
+Layers = tuple[dict[str, jax.Array], ...]
+
+
+def apply(state: CacheState, plan: Plan) -> CacheState:
+    """Carries out a plan: copies and zeroes pages and states, sets page-table entries and state slots.
+
+    A plan without copies never passes a pool through a jitted call (that alone costs 50 us for a large model).
+
+    Args:
+      state: the cache; the arrays that the plan changes are donated and must not be used again.
+      plan: from `PlanBuilder.build`; its ids are in range, which the builder checks.
+
+    Returns:
+      The state after the plan, with the same layout; its arrays that the plan does not change are the same objects.
+    """
+    if plan.tables is not None:
+        state = dataclasses.replace(state, page_tables=_replaced(state.page_tables, plan.tables))
+    if plan.slots is not None:
+        slots = dict.fromkeys(state.state_slots, plan.slots)
+        state = dataclasses.replace(state, state_slots=_replaced(state.state_slots, slots))
+
+    # The first array of copies shares its dispatch with the entries; more of them are rare (a whole batch resumed).
+    entries = plan.entries
+    for i, (copies, count) in enumerate(zip(plan.copies, plan.num_copies, strict=True)):
+        tables = _tables(state) if i == 0 and entries is not None else None
+        pools, tables = _copy_and_enter(
+            state.pools, tables, copies, count, entries if i == 0 else None, plan.num_entries
+        )
+        state = _with_tables(dataclasses.replace(state, pools=pools), tables)
+    if entries is not None and not plan.copies:
+        state = _with_tables(state, _enter(_tables(state), entries, plan.num_entries))
+    return state
+
+
+def _tables(state: CacheState) -> Tables:
+    """The page tables in the order of the groups' ordinals (a dict comes out of jit sorted by its keys)."""
+    return tuple(state.page_tables[group.name] for group in state.layout.attention_groups)
+
+
+def _with_tables(state: CacheState, tables: Tables | None) -> CacheState:
+    if tables is None:
+        return state
+    names = (group.name for group in state.layout.attention_groups)
+    return dataclasses.replace(state, page_tables=dict(zip(names, tables, strict=True)))
+
+
+def _replaced(old: dict[str, jax.Array], new: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """`new` placed as `old` is: another sharding, or none committed to, would recompile the user's step."""
+    return {name: jax.device_put(new[name], old[name].sharding) for name in old}
+
+
+def _set_entries(tables: Tables, entries: jax.Array, count: jax.Array) -> Tables:
+    """`tables` with the first `count` columns of `entries` set; the rest of `entries` is garbage.
+
+    Args:
+      tables: int32[max_sequences, max_pages] per attention group.
+      entries: int32[3, E]: group ordinal, row * max_pages + column, page id; no place twice.
+      count: int32[].
+    """
+    offsets = jnp.arange(SMALL_ENTRIES, dtype=jnp.int32)
+
+    def set_chunk(i: jax.Array, flat: Tables) -> Tables:
+        start = i * SMALL_ENTRIES
+        chunk = jax.lax.dynamic_slice_in_dim(entries, start, SMALL_ENTRIES, axis=1)
+        group = jnp.where(start + offsets < count, chunk[0], -1)
+        return tuple(
+            table.at[jnp.where(group == ordinal, chunk[1], INT32_MAX)].set(chunk[2], mode="drop")
+            for ordinal, table in enumerate(flat)
+        )
+
+    flat = tuple(table.reshape(-1) for table in tables)
+    flat = jax.lax.fori_loop(0, _chunks(count, SMALL_ENTRIES), set_chunk, flat)
+    return tuple(new.reshape(old.shape) for new, old in zip(flat, tables, strict=True))
+
+
+def _copy_pages(layers: Layers, copies: jax.Array, count: jax.Array) -> Layers:
+    """One pool with the first `count` copies carried out in order, CHUNK at a time: gather, then scatter.
+
+    Args:
+      layers: the pool's arrays, [pages + 1, ...] each.
+      copies: int32[2, K]: sources (ZERO: zeros) and destinations (out of range: dropped).
+      count: int32[].
+    """
+    offsets = jnp.arange(CHUNK, dtype=jnp.int32)
+
+    def copy_chunk(i: jax.Array, layers: Layers) -> Layers:
+        start = i * CHUNK
+        source, destination = jax.lax.dynamic_slice_in_dim(copies, start, CHUNK, axis=1)
+        destination = jnp.where(start + offsets < count, destination, INT32_MAX)
+
+        def copied(array: jax.Array) -> jax.Array:
+            pages = array.at[jnp.maximum(source, 0)].get(mode="clip")
+            zero = (source == ZERO).reshape(CHUNK, *(1,) * (array.ndim - 1))  # page 0 is not to be relied on
+            return array.at[destination].set(jnp.where(zero, 0, pages), mode="drop")
+
+        return jax.tree.map(copied, layers)
+
+    return jax.lax.fori_loop(0, _chunks(count, CHUNK), copy_chunk, layers)
+
+
+def _chunks(count: jax.Array, size: int) -> jax.Array:
+    return (count + (size - 1)) // size
+
+
+@functools.partial(jax.jit, donate_argnames=("tables",))
+def _enter(tables: Tables, entries: jax.Array, num_entries: jax.Array) -> Tables:
+    return _set_entries(tables, entries, num_entries)
+
+
+@functools.partial(jax.jit, donate_argnames=("pools", "tables"))
+def _copy_and_enter(
+    pools: Pools,
+    tables: Tables | None,
+    copies: jax.Array,
+    num_copies: jax.Array,
+    entries: jax.Array | None,
+    num_entries: jax.Array,
+) -> tuple[Pools, Tables | None]:
+    pools = tuple(_copy_pages(layers, copies[p], num_copies[p]) for p, layers in enumerate(pools))
+    if tables is not None and entries is not None:
+        tables = _set_entries(tables, entries, num_entries)
+    return pools, tables

@@ -1,0 +1,144 @@
+"""Host cost of one whole request, against a SHA-256 chain over the same tokens.
+
+    python -m tests.benchmarks.bench_host
+
+A request is open, resume, reserve, the plan for prepare, commit, close: 2,048 tokens of which half are shared with all
+others, in three groups (full attention, a window, recurrent), with the pools at half the working set, so that every
+request evicts. The unit H is the time of a chained hashlib.sha256 over the 16-token pages of the same tokens, measured in
+the same run, alternating. The same at 131,072 tokens, and at a node with 100 and with 100,000 siblings.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv import AttentionLayer, Buffer, CacheConfig, CacheManager, DeviceTier, RecurrentLayer
+
+PAGE = 16
+WINDOW = 512
+REQUESTS = 64  # distinct requests of the working set
+
+
+def sha_chain(tokens: np.ndarray) -> bytes:
+    """What a manager that finds pages by hash computes for a lookup alone."""
+    digest = b""
+    for at in range(0, len(tokens), PAGE):
+        digest = hashlib.sha256(digest + tokens[at : at + PAGE].tobytes()).digest()
+    return digest
+
+
+def make_manager(length: int, pages: int, window_pages: int, slots: int) -> CacheManager:
+    layers = {
+        "full": AttentionLayer({"kv": Buffer((4, 8), jnp.float32)}),
+        "window": AttentionLayer({"kv": Buffer((2, 8), jnp.float32)}, window=WINDOW),
+        "state": RecurrentLayer({"h": Buffer((8,), jnp.float32)}),
+    }
+    tier = DeviceTier(pages={"full": pages, f"window:{WINDOW}": window_pages, "recurrent": slots})
+    return CacheManager(CacheConfig(layers, 8, length, page_size=PAGE, tiers=(tier,)))
+
+
+def run_request(manager: CacheManager, tokens: np.ndarray, split: int = 0) -> int:
+    """One request without its device work; returns the tokens reused. `split`: end a chunk there, too."""
+    seq = manager.open(tokens)
+    if not seq.resume():
+        raise RuntimeError("no room")
+    reused = seq.length
+    builder = manager._host.builder
+    for stop in (split, len(tokens)):
+        if stop <= seq.length:
+            continue
+        if not seq.reserve(stop - seq.length):
+            raise RuntimeError("no room")
+        manager._rows([seq])
+        builder.build()
+        builder.clear()
+        seq.prepared()
+        seq.commit(tokens[seq.length : stop])
+    seq.close()
+    return reused
+
+
+def alternate(*calls: Callable[[int], object], rounds: int) -> list[float]:
+    """Median seconds of each call, run in turn."""
+    times: list[list[float]] = [[] for _ in calls]
+    for i in range(rounds):
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call(i)
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def working_set(length: int, rng: np.random.Generator) -> tuple[list[np.ndarray], CacheManager]:
+    shared = rng.integers(0, 50_000, length // 2, dtype=np.int32)
+    prompts = [
+        np.concatenate((shared, rng.integers(0, 50_000, length - length // 2, dtype=np.int32))) for _ in range(REQUESTS)
+    ]
+    half = length // 2 // PAGE
+    pages = (half + REQUESTS * half) // 2
+    window_pages = max(REQUESTS * (WINDOW // PAGE + 1) // 2, length // PAGE + 2 * (WINDOW // PAGE + 1))
+    manager = make_manager(length, pages, window_pages, 8 + REQUESTS // 2)
+    for prompt in prompts[:2]:
+        run_request(manager, prompt, split=length // 2)  # leaves the state where the requests part
+    for prompt in prompts:
+        run_request(manager, prompt)
+    return prompts, manager
+
+
+def bench_length(length: int, rounds: int) -> tuple[float, float]:
+    prompts, manager = working_set(length, np.random.default_rng(0))
+    evicted = sum(manager.stats().evicted_pages.values())
+    reused: list[int] = []
+    request, chain = alternate(
+        lambda i: reused.append(run_request(manager, prompts[i % REQUESTS])),
+        lambda i: sha_chain(prompts[i % REQUESTS]),
+        rounds=rounds,
+    )
+    manager.check()
+    evicted = (sum(manager.stats().evicted_pages.values()) - evicted) / rounds
+    print(
+        f"{length:>8,} tokens  request {request * 1e6:8.1f} us   SHA-256 chain {chain * 1e6:8.1f} us   "
+        f"ratio {request / chain:5.2f}   reused {statistics.median(reused):,.0f}   evicted {evicted:.0f} pages each"
+    )
+    return request, chain
+
+
+def bench_siblings(few: int, many: int, rounds: int) -> None:
+    """A request at a node with `many` children that differ inside their first page, against `few`."""
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, 50_000, 1024, dtype=np.int32)
+
+    def prompt() -> np.ndarray:
+        return np.concatenate((shared, rng.integers(0, 50_000, 1024, dtype=np.int32)))
+
+    managers = []
+    for count in (few, many):
+        manager = make_manager(2048, count + 512, 512, count + 64)
+        run_request(manager, prompt()[:1040], split=1024)
+        for _ in range(count):
+            run_request(manager, np.concatenate((shared, rng.integers(0, 50_000, PAGE, dtype=np.int32))))
+        managers.append(manager)
+    prompts = [prompt() for _ in range(rounds)]
+    gc.collect()
+    low, high = alternate(
+        lambda i: run_request(managers[0], prompts[i]), lambda i: run_request(managers[1], prompts[i]), rounds=rounds
+    )
+    print(f"{few:,} siblings {low * 1e6:.1f} us, {many:,} siblings {high * 1e6:.1f} us: ratio {high / low:.2f}")
+
+
+def main() -> None:
+    short, _ = bench_length(2_048, rounds=1_000)
+    long, _ = bench_length(131_072, rounds=200)
+    print(f"131,072 against 2,048 tokens: {long / short:.2f} times")
+    bench_siblings(100, 100_000, rounds=300)
+
+
+if __name__ == "__main__":
+    main()

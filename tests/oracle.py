@@ -1,0 +1,583 @@
+"""The oracle: bytes of the cache as a function of the token prefix, and a harness that verifies all of them.
+
+    tokens        t0    t1    t2    t3
+    attention          value at position i = kv_values(t[:i+1], layer, buffer)     a hash of the whole prefix
+    recurrent     s0 -> s1 -> s2 -> s3 -> s4   s0 = 0, s' = a * s + b(t), exactly, in int32
+
+A step writes attention values that the host computes from the tokens it knows, but a recurrent state only from the
+state that it *reads* on the device, so that a stale or foreign state is carried on and found, never papered over.
+All buffers are int32: comparison is exact.
+
+`World` drives one manager and one state through jkv's public names only. After every device operation it fetches the
+pools and compares every position that every live sequence may read, in every group; after every host operation it
+calls `manager.check()` and checks the sums in `stats()` itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+
+# ---------------------------------------------------------------------------------------------------- the functions
+
+_HASH = np.uint64(0x9E3779B97F4A7C15)  # odd, so invertible modulo 2**64
+_HASH_INVERSE = np.uint64(pow(int(_HASH), -1, 2**64))
+_LANES = (0x2C1B3C6D, 0x297A2D39, 0x5851F42D, 0x4C957F2D, 0x14057B7F)  # odd multipliers of the recurrence
+_MAX_TOKENS = 4096  # the tables of powers are this long
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    """base**0 .. base**(count-1) modulo 2**64."""
+    out = np.full(count, np.uint64(base))
+    out[0] = 1
+    with np.errstate(over="ignore"):
+        return np.cumprod(out, dtype=np.uint64)
+
+
+_UP, _DOWN = _powers(int(_HASH), _MAX_TOKENS + 1), _powers(int(_HASH_INVERSE), _MAX_TOKENS + 1)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
+    """uint64[n]: entry i is a function of tokens[:i+1].
+
+    The recurrence h' = A * h + mix(token) in closed form: A**i * cumsum(mix(token) * A**-i).
+    """
+    tokens = np.asarray(tokens)
+    n = len(tokens)
+    with np.errstate(over="ignore"):
+        terms = _mix(tokens.astype(np.uint64) + np.uint64(1)) * _DOWN[:n]
+        return _mix(np.cumsum(terms, dtype=np.uint64) * _UP[:n])
+
+
+@functools.cache
+def _salt(layer: str, buffer: str, shape: tuple[int, ...]) -> np.ndarray:
+    """uint64[*shape]: what tells layers, buffers and elements apart."""
+    seed = np.uint64(zlib.crc32(f"{layer}/{buffer}".encode()))
+    return _mix(_mix(seed) + np.arange(int(np.prod(shape)), dtype=np.uint64)).reshape(shape)
+
+
+def kv_values(hashes: np.ndarray, layer: str, buffer: str, shape: tuple[int, ...]) -> np.ndarray:
+    """int32[n, *shape]: what an attention buffer holds where the prefix hash is hashes[i]."""
+    hashes = hashes.reshape(hashes.shape + (1,) * len(shape))
+    return (_mix(hashes ^ _salt(layer, buffer, shape)) >> np.uint64(32)).astype(np.uint32).view(np.int32)
+
+
+def state_multipliers(size: int) -> np.ndarray:
+    """int32[size]: the `a` of s' = a * s + b(token), one per element."""
+    lanes = np.array(_LANES, np.uint32)
+    index = np.arange(size, dtype=np.uint32)
+    return (lanes[index % len(lanes)] + np.uint32(8) * index).view(np.int32)
+
+
+@functools.cache
+def _state_powers(size: int) -> np.ndarray:
+    """uint32[_MAX_TOKENS + 1, size]: the multipliers' powers."""
+    table = np.repeat(state_multipliers(size).view(np.uint32)[None], _MAX_TOKENS + 1, axis=0)
+    table[0] = 1
+    with np.errstate(over="ignore"):
+        return np.cumprod(table, axis=0, dtype=np.uint32)
+
+
+def state_steps(tokens: np.ndarray, layer: str, buffer: str, size: int) -> np.ndarray:
+    """uint32[n, size]: b(token) for each token."""
+    salt = _salt(layer, buffer, (size,))
+    mixed = _mix(_mix(np.asarray(tokens).astype(np.uint64) + np.uint64(7))[:, None] ^ salt)
+    return (mixed >> np.uint64(32)).astype(np.uint32)
+
+
+def fold(tokens: np.ndarray, layer: str, buffer: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(scale, shift), int32[size] each: folding `tokens` into a state s gives scale * s + shift."""
+    n, powers = len(tokens), _state_powers(size)
+    with np.errstate(over="ignore"):
+        shift = (powers[:n][::-1] * state_steps(tokens, layer, buffer, size)).sum(axis=0, dtype=np.uint32)
+    return powers[n].view(np.int32), shift.view(np.int32)
+
+
+def state_after(tokens: np.ndarray, layer: str, buffer: str, shape: tuple[int, ...]) -> np.ndarray:
+    """int32[*shape]: the recurrent state after exactly these tokens; zero after none."""
+    size = int(np.prod(shape))
+    return fold(tokens, layer, buffer, size)[1].reshape(shape)
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+@functools.cache
+def _stream(key: int | str) -> np.ndarray:
+    seed = zlib.crc32(str(key).encode())
+    return np.random.default_rng(seed).integers(0, 1_000_000_000, size=_MAX_TOKENS, dtype=np.int32)
+
+
+def tokens(n: int, key: int | str = 0) -> np.ndarray:
+    """int32[n]: a stream of token ids that belongs to `key`; longer ones extend shorter ones."""
+    return _stream(key)[:n].copy()
+
+
+def fresh(n: int = 1) -> np.ndarray:
+    """int32[n]: tokens that differ from everything seen."""
+    global _next_fresh
+    _next_fresh += n
+    return np.arange(_next_fresh - n, _next_fresh, dtype=np.int32)
+
+
+_next_fresh = 2_000_000_000
+
+
+def join(*parts: Iterable[int] | np.ndarray) -> np.ndarray:
+    """int32[n]: token arrays one after the other."""
+    return np.concatenate([np.asarray(part, np.int32) for part in parts]) if parts else np.zeros(0, np.int32)
+
+
+# ---------------------------------------------------------------------------------------------------- the harness
+
+_SHAPES = ({"k": (2,), "v": (1,)}, {"kv": (3,)}, {"kv": (2, 2)}, {"kv": (5,)}, {"kv": (6,)}, {"kv": (7,)})
+
+
+def _parse_group(text: str) -> tuple[int | None, int]:
+    if text == "full":
+        return None, 0
+    window, _, sinks = text.removeprefix("window:").partition("+")
+    return int(window), int(sinks or 0)
+
+
+@functools.cache
+def make_config(
+    groups: str, shared: bool = False, layers: int = 1, dtype: Any = jnp.int32, pages: Any = 64, **fields: Any
+) -> jkv.CacheConfig:
+    """A CacheConfig from "full window:16 window:8+2 recurrent".
+
+    Args:
+      groups: names of groups, separated by blanks.
+      shared: give all attention groups equal buffers, so that they share one pool; else each has its own.
+      layers: layers in each group.
+      pages: as DeviceTier takes it, or pairs (group, count).
+      **fields: of CacheConfig.
+    """
+    made = {}
+    for ordinal, text in enumerate(groups.split()):
+        for i in range(layers):
+            if text == "recurrent":
+                made[f"ssm{i}"] = jkv.RecurrentLayer({"h": jkv.Buffer((2,), dtype), "c": jkv.Buffer((1, 3), dtype)})
+            else:
+                window, sinks = _parse_group(text)
+                shapes = _SHAPES[0 if shared else ordinal]
+                buffers = {name: jkv.Buffer(shape, dtype) for name, shape in shapes.items()}
+                made[f"{text}.{i}"] = jkv.AttentionLayer(buffers, window=window, sinks=sinks)
+    fields.setdefault("max_sequences", 4)
+    fields.setdefault("max_length", 256)
+    fields.setdefault("page_size", 4)
+    pages = dict(pages) if isinstance(pages, tuple) else pages
+    return jkv.CacheConfig(layers=made, tiers=(jkv.DeviceTier(pages=pages),), **fields)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def device_step(state, rows, positions, values, scales, shifts):
+    """What a model does: append K/V, read the state, fold the tokens in, write it."""
+    for layer, buffers in values.items():
+        state = jkv.append(state, layer, rows, positions, buffers)
+    for layer, buffers in scales.items():
+        old = jkv.read_state(state, layer, rows)
+        new = {name: scale * old[name] + shifts[layer][name] for name, scale in buffers.items()}
+        state = jkv.write_state(state, layer, rows, new)
+    return state
+
+
+class Run:
+    """One sequence and the tokens that the oracle says it holds.
+
+    Attributes:
+      held: the tokens at positions [0, length).
+      flight: tokens that a dispatched step wrote and that neither commit nor advance reported yet.
+    """
+
+    def __init__(self, world: World, prompt: np.ndarray, **options: Any):
+        self.world, self.prompt = world, np.asarray(prompt, np.int32)
+        self.held = self.flight = np.zeros(0, np.int32)
+        self.started = self.synced = self.ended = False
+        self.seq = world.manager.open(prompt, **options)
+        self.scope = options.get("scope", jkv.Scope())
+        world.runs.append(self)
+        world.check()
+
+    def __repr__(self) -> str:
+        return f"Run({len(self.prompt)} prompt, {len(self.held)} held, {len(self.flight)} in flight, {self.seq.status})"
+
+    @property
+    def written(self) -> np.ndarray:
+        """Tokens that the device holds, reported or not."""
+        return join(self.held, self.flight)
+
+    @property
+    def reused(self) -> int:
+        return self.seq.match.tokens
+
+    @property
+    def closed(self) -> bool:
+        return self.seq.status == "closed"
+
+    def resume(self) -> bool:
+        first = not self.started
+        done = self.seq.resume()
+        self.world.check()
+        if done:
+            assert self.seq.status == "active" and self.seq.row is not None
+            if first:
+                assert self.seq.committed == self.seq.length == self.seq.match.tokens <= self.seq.capacity
+                self.held = self.prompt[: self.seq.length]
+                self.started = True
+            assert self.seq.length == len(self.held)
+            self.synced = False
+        else:
+            assert self.seq.row is None
+        return done
+
+    def reserve(self, n: int) -> bool:
+        before = self.seq.capacity
+        done = self.seq.reserve(n)
+        self.world.check()
+        assert self.seq.capacity == (self.seq.length + n if done else before)
+        return done
+
+    def advance(self, n: int | None = None, **options: Any) -> None:
+        n = len(self.flight) if n is None else n
+        length = self.seq.length
+        self.seq.advance(n, **options)
+        assert self.seq.length == length + n
+        self._reported(n)
+
+    def commit(self, n: int | None = None, **options: Any) -> None:
+        """Commits the next n tokens (default: all) of what was written."""
+        committed, length = self.seq.committed, self.seq.length
+        n = len(self.written) - committed if n is None else n
+        self.seq.commit(self.written[committed : committed + n], **options)
+        assert self.seq.committed == committed + n and self.seq.length == max(length, committed + n)
+        self.ended |= options.get("end", False)
+        if self.seq.length > length:
+            self._reported(self.seq.length - length)
+        self.world.check()
+
+    def _reported(self, n: int) -> None:
+        """n of the tokens in flight count, the others never happened."""
+        self.held, self.flight = join(self.held, self.flight[:n]), self.flight[:0]
+        assert self.seq.length == len(self.held)
+        self.world.check()
+
+    def rewind(self, n: int) -> None:
+        self.seq.rewind(n)
+        self.held = self.held[: len(self.held) - n]
+        assert self.seq.length == len(self.held)
+        self.world.check()
+
+    def stop_committing(self) -> None:
+        self.seq.stop_committing()
+        self.ended = True
+        self.world.check()
+
+    def suspend(self) -> None:
+        self.seq.suspend()
+        assert self.seq.status == "suspended" and self.seq.row is None
+        self.synced = False
+        self.world.check()
+
+    def close(self) -> None:
+        self.seq.close()
+        assert self.seq.status == "closed" and self.seq.row is None
+        if self in self.world.runs:
+            self.world.runs.remove(self)
+        self.world.check()
+
+    # -- whole steps
+
+    def step(self, new: Iterable[int] | np.ndarray, **options: Any) -> None:
+        """reserve, prepare, the device step, commit."""
+        self.dispatch(new)
+        self.commit(**options)
+
+    def dispatch(self, new: Iterable[int] | np.ndarray) -> None:
+        """reserve, prepare, the device step; nothing is reported."""
+        assert self.reserve(len(join(new))), f"no room for {len(join(new))} tokens: {self.world.manager.stats()}"
+        self.world.prepare(self)
+        self.write(new)
+
+    def write(self, new: Iterable[int] | np.ndarray) -> None:
+        """The device step alone, at positions length..; needs `prepare` before."""
+        self.flight = join(self.flight, new)
+        self.world.write(self, len(self.flight) - len(join(new)))
+
+    def prefill(self, parts: Sequence[int] | str | None = None, **options: Any) -> Run:
+        """Steps through the rest of the prompt, all at once, in parts, or stopping at seq.snapshot_points ("stops")."""
+        rest = self.prompt[self.seq.length :]
+        if parts == "stops":
+            points = [p for p in sorted(self.seq.snapshot_points) if self.seq.length < p < len(self.prompt)]
+            parts = np.diff([self.seq.length, *points, len(self.prompt)]).tolist()
+        parts = [len(rest)] if parts is None else list(parts)
+        assert sum(parts) == len(rest), f"parts {parts} of {len(rest)} tokens: {self.seq.length} were reused"
+        for n in parts:
+            if n:
+                self.step(self.prompt[self.seq.length : self.seq.length + n], **options)
+        return self
+
+
+class World:
+    """A manager, its state, and everything that the oracle knows about both."""
+
+    def __init__(self, groups: str = "full", *, chunk: int | None = None, **config: Any):
+        pages = config.get("pages")
+        if isinstance(pages, dict):
+            config["pages"] = tuple(pages.items())
+        self.config = make_config(groups, **config)
+        self.groups = groups.split()
+        self.page_size = self.config.page_size
+        self.manager = jkv.CacheManager(self.config)
+        self.state = self.manager.init()
+        self.runs: list[Run] = []
+        self.chunk = chunk or (8 if self.config.max_length <= 64 else 32)
+        self.attention = {n: x for n, x in self.config.layers.items() if isinstance(x, jkv.AttentionLayer)}
+        self.recurrent = {n: x for n, x in self.config.layers.items() if isinstance(x, jkv.RecurrentLayer)}
+        self.last_counts = (0, 0, 0, 0)
+        self.fetch()
+        self.copied: dict[str, list[int]] = {}
+        self.check()
+
+    # -- looking
+
+    def fetch(self) -> None:
+        """Copies of everything on the device (a live view would cancel donation: DESIGN, trap 2)."""
+        self.bytes = {
+            (layer, buffer): np.array(jkv.pool(self.state, layer, buffer), copy=True)
+            for layer, spec in self.config.layers.items()
+            for buffer in spec.buffers
+        }
+        self.tables = {group: np.array(table, copy=True) for group, table in self.state.page_tables.items()}
+        self.slots = np.array(self.state.state_slots["recurrent"], copy=True) if self.recurrent else None
+
+    def table(self, run: Run, group: str) -> np.ndarray:
+        """int32[pages up to capacity]: the run's row of the table on the device, as last prepared."""
+        return self.tables[group][run.seq.row][: -(-run.seq.capacity // self.page_size)]
+
+    def slot(self, run: Run) -> int:
+        return int(self.slots[run.seq.row])
+
+    def pools(self) -> dict[str, Any]:
+        return self.manager.stats().pools
+
+    def pool(self, group: str):
+        """PoolStats of the pool that serves `group`."""
+        return next(stats for name, stats in self.pools().items() if group in name.split(","))
+
+    def check(self) -> None:
+        """The manager's own integrity check, and the sums that a caller can see."""
+        self.manager.check()
+        stats = self.manager.stats()
+        for name, pool in stats.pools.items():
+            assert pool.free + pool.tree + pool.private == pool.total, f"pool {name}: {pool}"
+            assert 0 <= pool.evictable <= pool.tree, f"pool {name}: {pool}"
+        counts = (stats.lookups, stats.hits, stats.looked_up_tokens, stats.reused_tokens)
+        assert all(a <= b for a, b in zip(self.last_counts, counts, strict=True)), f"{self.last_counts} -> {counts}"
+        assert stats.hits <= stats.lookups and stats.reused_tokens <= stats.looked_up_tokens
+        self.last_counts = counts
+        rows = [run.seq.row for run in self.runs if run.seq.row is not None]
+        assert len(set(rows)) == len(rows)
+        for run in self.runs:
+            assert 0 <= run.seq.committed <= run.seq.length <= run.seq.capacity <= self.config.max_length
+
+    def verify(self, prepared: bool = False) -> None:
+        """Compares every byte that a live sequence may read. `prepared`: the tables are those of this moment."""
+        for run in self.runs:
+            if run.seq.status == "active" and run.synced:
+                self._verify_attention(run, prepared)
+                self._verify_state(run)
+
+    def _verify_attention(self, run: Run, prepared: bool) -> None:
+        length, committed, size = run.seq.length, run.seq.committed, self.page_size
+        if not self.attention:
+            return
+        hashes = prefix_hashes(run.held)
+        for layer, spec in self.attention.items():
+            row = self.tables[spec.group][run.seq.row]
+            positions = np.arange(length)
+            base = length if run.ended else committed
+            if spec.window is not None:
+                positions = positions[(positions < spec.sinks) | (positions >= base + 1 - spec.window)]
+            pages = row[positions // size]
+            assert (pages > 0).all(), (
+                f"{run}: {layer} has no page for positions {positions[pages <= 0]} (committed {committed}): {row}"
+            )
+            if prepared:
+                beyond = row[-(-run.seq.capacity // size) :]
+                assert not beyond.any(), f"{run}: {layer} has pages beyond capacity {run.seq.capacity}: {row}"
+                if spec.window is not None:
+                    # an endpoint inside the partial page keeps its window until the page is published
+                    least = base if run.ended else committed // size * size
+                    stale = row[slice(*stale_pages(least, spec.window, spec.sinks, size))]
+                    assert not stale.any(), f"{run}: {layer} still shows stale pages at {base}: {row}"
+            for buffer, declared in spec.buffers.items():
+                found = self.bytes[layer, buffer][pages, positions % size]
+                wanted = kv_values(hashes[positions], layer, buffer, declared.shape)
+                wrong = (found != wanted).any(axis=tuple(range(1, found.ndim)))
+                assert not wrong.any(), f"{run}: {layer}.{buffer} is wrong at {positions[wrong]}, table {row}"
+
+    def _verify_state(self, run: Run) -> None:
+        if not self.recurrent:
+            return
+        slot = self.slot(run)
+        assert slot > 0, f"{run} has no live slot"
+        written = run.written
+        for layer, spec in self.recurrent.items():
+            for buffer, declared in spec.buffers.items():
+                found = self.bytes[layer, buffer][slot]
+                wanted = state_after(written, layer, buffer, declared.shape)
+                if not np.array_equal(found, wanted):
+                    raise AssertionError(
+                        f"{run}: {layer}.{buffer} is not the state after {len(written)} tokens but "
+                        f"{self.name_state(layer, buffer, found, written)}"
+                    )
+
+    def name_state(self, layer: str, buffer: str, found: np.ndarray, written: np.ndarray) -> str:
+        """What a wrong state is, if it is one of this run's."""
+        for n in range(len(written) + 1):
+            if np.array_equal(found, state_after(written[:n], layer, buffer, found.shape)):
+                return f"the state after {n}"
+        return "foreign"
+
+    # -- doing
+
+    def open(self, prompt: Iterable[int] | np.ndarray = (), **options: Any) -> Run:
+        return Run(self, join(prompt), **options)
+
+    def start(self, prompt: Iterable[int] | np.ndarray = (), **options: Any) -> Run:
+        """open and a resume that must succeed."""
+        run = self.open(prompt, **options)
+        assert run.resume(), f"resume refused: {self.manager.stats()}"
+        return run
+
+    def turn(
+        self,
+        prompt: Iterable[int] | np.ndarray,
+        parts: Sequence[int] | str | None = None,
+        *,
+        snapshot: bool | None = True,
+        end: bool = False,
+        close: bool = True,
+        **options: Any,
+    ) -> Run:
+        """A whole request: open, resume, prefill the rest in `parts`, close."""
+        run = self.start(prompt, **options).prefill(parts, snapshot=snapshot, **({"end": True} if end else {}))
+        if close:
+            run.close()
+        return run
+
+    def prepare(self, *runs: Run) -> np.ndarray:
+        """Applies everything pending; `self.copied` then says which pages (slots) this changed, per group."""
+        before = self.bytes
+        self.state, rows = self.manager.prepare(self.state, [run.seq for run in runs])
+        assert isinstance(rows, np.ndarray) and rows.dtype == np.int32
+        assert rows.tolist() == [run.seq.row for run in runs]
+        self.check()
+        self.fetch()
+        self.copied = {}
+        for (layer, buffer), old in before.items():
+            changed = np.flatnonzero((old != self.bytes[layer, buffer]).any(axis=tuple(range(1, old.ndim))))
+            group = self.config.layers[layer].group
+            self.copied[group] = sorted({*self.copied.get(group, []), *changed.tolist()} - {0})
+        for run in self.runs:
+            if run.seq.status == "active":
+                run.synced = True
+        self.verify(prepared=True)
+        return rows
+
+    def flush(self) -> dict[str, list[int]]:
+        """Applies what is pending and puts nothing in flight; returns what that changed."""
+        self.prepare()
+        return {group: pages for group, pages in self.copied.items() if pages}
+
+    def write(self, run: Run, skip: int = 0) -> None:
+        """The device step of run.flight[skip:], in chunks of one static shape, padded with position -1."""
+        hashes = prefix_hashes(run.written)[len(run.held) + skip :]
+        new = run.flight[skip:]
+        for at in range(0, len(new), self.chunk):
+            part, part_hashes = new[at : at + self.chunk], hashes[at : at + self.chunk]
+            n = len(part)
+            positions = np.full((1, self.chunk), -1, np.int32)
+            positions[0, :n] = len(run.held) + skip + at + np.arange(n)
+            values, scales, shifts = {}, {}, {}
+            for layer, spec in self.attention.items():
+                values[layer] = {}
+                for buffer, declared in spec.buffers.items():
+                    padded = np.full((1, self.chunk, *declared.shape), -7, np.int32)
+                    padded[0, :n] = kv_values(part_hashes, layer, buffer, declared.shape)
+                    values[layer][buffer] = padded
+            for layer, spec in self.recurrent.items():
+                scales[layer], shifts[layer] = {}, {}
+                for buffer, declared in spec.buffers.items():
+                    scale, shift = fold(part, layer, buffer, int(np.prod(declared.shape)))
+                    scales[layer][buffer] = scale.reshape(1, *declared.shape)
+                    shifts[layer][buffer] = shift.reshape(1, *declared.shape)
+            rows = np.array([run.seq.row], np.int32)
+            self.state = device_step(self.state, rows, positions, values, scales, shifts)
+        self.fetch()
+        self.verify()
+
+    def probe(self, prompt: Iterable[int] | np.ndarray, **options: Any):
+        """manager.probe with the cap lifted; checks that it changes nothing."""
+        before = self.manager.stats()
+        match = self.manager.probe(join(prompt), **{"max_reuse": len(join(prompt)), **options})
+        assert self.manager.stats() == before
+        assert 0 <= match.tokens <= match.attention_tokens <= match.raw_tokens <= len(join(prompt)), match
+        return match
+
+    def hit(self, prompt: Iterable[int] | np.ndarray, **options: Any) -> int:
+        """Tokens reused by a lookup (cap lifted): a probe, and a sequence that resumes, verifies its bytes and closes."""
+        match = self.probe(prompt, **options)
+        run = self.start(prompt, **{"max_reuse": len(join(prompt)), **options})
+        assert run.seq.match == match
+        self.prepare(run)
+        run.close()
+        return match.tokens
+
+    def close_all(self) -> None:
+        for run in list(self.runs):
+            run.close()
+
+    def scribble(self) -> None:
+        """Leaves foreign bytes in every free page and slot, so that a copy or a zeroing shows as a change.
+
+        One sequence per free slot, all of them beside each other; the last one takes the free pages, too.
+        """
+        runs = []
+        for _ in range(self.pool("recurrent").free if self.recurrent else 1):
+            run = self.start()
+            run.dispatch(fresh())
+            run.advance()
+            run.suspend()
+            runs.append(run)
+        rooms = [pool.free // len(name.split(",")) for name, pool in self.pools().items() if name != "recurrent"]
+        if self.attention and min(rooms):
+            assert runs[-1].resume()
+            runs[-1].dispatch(fresh(min(min(rooms) * self.page_size, self.config.max_length - 1)))
+            runs[-1].advance()
+        for run in runs:
+            run.close()
+        self.flush()
+
+
+def stale_pages(length: int, window: int, sinks: int, page_size: int) -> tuple[int, int]:
+    """SPEC S18, as the text has it."""
+    first = min(-(-length // page_size), -(-sinks // page_size))
+    return first, max(first, (length + 1 - window) // page_size)

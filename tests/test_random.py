@@ -1,0 +1,427 @@
+"""A random driver: every kind of call in any order, every byte compared, every match against a brute-force model.
+
+`pytest tests/test_random.py --random-steps 5000 --random-seed 7` looks longer, and elsewhere.
+"""
+
+import numpy as np
+import pytest
+from oracle import Run, World, join
+
+import jkv
+
+# name: (groups, config, exact). exact: while nothing was evicted, the model foretells every match.
+CONFIGS = {
+    "full": ("full", {"pages": 2000}, True),
+    "full, whole pages": ("full", {"pages": 2000, "partial_reuse": False}, True),
+    "full, backoff": ("full", {"pages": 2000, "page_size": 3, "reuse_backoff": 2}, True),
+    "full, P=1, tiny": ("full", {"pages": 40, "page_size": 1, "max_length": 40}, False),
+    "full, tiny": ("full", {"pages": 10, "max_length": 40, "max_utilization_for_resume": 0.8}, False),
+    "full+window": ("full window:8", {"pages": 2000}, True),
+    "full+window, shared, tiny": (
+        "full window:7",
+        {"pages": {"full": 10, "window:7": 11}, "max_length": 40, "shared": True},
+        False,
+    ),
+    "full+window, min_snapshot": ("full window:6", {"pages": 12, "max_length": 40, "min_snapshot": True}, False),
+    "two windows": ("full window:3 window:9", {"pages": 24, "page_size": 2, "max_length": 40}, False),
+    "two windows, min_snapshot": (
+        "full window:3 window:9",
+        {"pages": 300, "page_size": 2, "min_snapshot": True},
+        False,
+    ),
+    "window and sinks": ("window:5+3", {"pages": 12, "max_length": 40}, False),
+    "window and sinks, min_snapshot": (
+        "window:1+6 window:6",
+        {"pages": 10, "max_length": 30, "page_size": 3, "min_snapshot": True},
+        False,
+    ),
+    "full+recurrent": ("full recurrent", {"pages": 2000}, True),
+    "full+recurrent, whole pages": ("full recurrent", {"pages": 2000, "partial_reuse": False}, True),
+    "full+recurrent, no min_snapshot": ("full recurrent", {"pages": 2000, "min_snapshot": False, "page_size": 8}, True),
+    "full+recurrent, tiny": ("full recurrent", {"pages": {"full": 12, "recurrent": 5}, "max_length": 40}, False),
+    "full+window+recurrent": ("full window:5 recurrent", {"pages": 40, "page_size": 3}, False),
+    "full+window+recurrent, tiny": (
+        "full window:4+2 recurrent",
+        {"pages": {"full": 8, "window:4+2": 7, "recurrent": 3}, "page_size": 6, "max_length": 40, "max_sequences": 2},
+        False,
+    ),
+    "full+window+recurrent, two layers": (
+        "full window:6 recurrent",
+        {"pages": 16, "max_length": 48, "layers": 2, "min_snapshot": False, "reuse_backoff": 1},
+        False,
+    ),
+    "recurrent": ("recurrent", {"pages": 900, "page_size": 5}, True),
+    "recurrent, tiny": ("recurrent", {"pages": 4, "page_size": 5, "max_length": 40, "max_sequences": 3}, False),
+}
+
+ALPHABET = 3
+SCOPES = (jkv.Scope(), jkv.Scope(salt=0))
+
+
+def common_prefix(a, b):
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+class Model:
+    """What was ever published, as plain token arrays: matches can be no better, and with room no worse."""
+
+    def __init__(self, world: World):
+        self.page_size, self.config = world.page_size, world.config
+        self.clear()
+
+    def clear(self):
+        self.strings = {scope: {} for scope in SCOPES}  # published tokens; keys are their bytes
+        self.states = {scope: set() for scope in SCOPES}  # prefixes that have a snapshot, as bytes
+
+    def publish(self, run):
+        """Called when `run` may have published more."""
+        whole = run.seq.committed // self.page_size * self.page_size
+        published = run.held[: run.seq.committed if run.closed or run.ended else whole]
+        if len(published):
+            self.strings[run.scope][published.tobytes()] = published
+        for n in [n for n in run.planned if n <= len(published)]:
+            run.planned.remove(n)
+            self.states[run.scope].add(published[:n].tobytes())
+
+    def raw(self, prompt, scope):
+        return max((common_prefix(prompt, s) for s in self.strings[scope].values()), default=0)
+
+    def hits(self, prompt, scope, max_reuse, recurrent):
+        """(without states, with states): the largest reusable n that each allows; only where nothing was evicted."""
+        raw = self.raw(prompt, scope)
+        most = max(0, min(raw - self.config.reuse_backoff, max_reuse))
+        fits = [n for n in range(most + 1) if self.config.partial_reuse or n % self.page_size == 0 or n == len(prompt)]
+        if not self.config.partial_reuse:  # at the end of the prompt: only where a tail of the tree ends
+            fits = [n for n in fits if n % self.page_size == 0 or prompt.tobytes() in self.strings[scope]]
+        with_state = [n for n in fits if n == 0 or prompt[:n].tobytes() in self.states[scope]]
+        return max(fits), max(with_state) if recurrent else max(fits)
+
+
+class Driver:
+    """Random calls on one World."""
+
+    def __init__(self, groups, config, exact, seed):
+        self.rng = np.random.default_rng(seed)
+        self.w = World(groups, **{"max_length": 64, "max_sequences": 4, **config})
+        self.model = Model(self.w)
+        self.exact = exact
+        self.log = []
+        self.seen = [np.zeros(0, np.int32)]
+        self.longest = self.w.config.max_length
+
+    def note(self, text, *values):
+        self.log.append(f"{text} {' '.join(map(str, values))}")
+
+    def chance(self, share):
+        return self.rng.random() < share
+
+    def pick(self, runs):
+        return runs[self.rng.integers(len(runs))] if runs else None
+
+    def random_tokens(self, n):
+        return self.rng.integers(0, ALPHABET, n).astype(np.int32)
+
+    def prompt(self):
+        """A conversation going on, a fork of one, the same prompt again, or something new."""
+        old = self.seen[self.rng.integers(len(self.seen))]
+        cut = len(old) if self.chance(0.5) else int(self.rng.integers(len(old) + 1))
+        new = self.random_tokens(self.rng.integers(0, 9) if self.chance(0.8) else 0)
+        prompt = join(old[:cut], new)[: self.longest - 1]
+        self.remember(prompt)
+        return prompt
+
+    def remember(self, tokens):
+        self.seen = [*self.seen[-7:], tokens]
+
+    # -- runs by what may be done to them
+
+    def active(self, in_flight=False):
+        return [r for r in self.w.runs if r.seq.status == "active" and bool(r.flying) == in_flight]
+
+    def idle(self):
+        return [r for r in self.w.runs if r.seq.status == "suspended"]
+
+    # -- operations
+
+    def op_open(self):
+        if len(self.w.runs) >= 6:
+            return
+        prompt, scope = self.prompt(), SCOPES[int(self.chance(0.2))]
+        max_reuse = [None, None, len(prompt), 0, len(prompt) // 2][self.rng.integers(5)]
+        self.note("open", prompt.tolist(), f"max_reuse={max_reuse} salt={scope.salt}")
+        run = Run(self.w, prompt, scope=scope, max_reuse=max_reuse, retry=self.chance(0.1))
+        run.max_reuse = max(0, len(prompt) - 1) if max_reuse is None else max_reuse
+        run.planned, run.flying, run.reserved = [], False, 0
+        if self.chance(0.8):
+            self.resume(run)
+
+    def op_resume(self):
+        run = self.pick(self.idle())
+        if run is not None:
+            self.resume(run)
+
+    def resume(self, run):
+        before = self.w.manager.stats()
+        match = run.seq.match
+        self.note("resume", run)
+        if not run.resume():
+            assert self.w.manager.stats() == before
+            self.note("  refused")
+            alone = not any(r.seq.status == "active" for r in self.w.runs)
+            others = [r for r in self.w.runs if r is not run and r.started]
+            assert not (alone and (run.started or not others)), f"{run} is alone and cannot resume: {before}"
+            return
+        assert run.seq.match == match
+        if not run.checked:
+            run.checked = True
+            self.check_match(match, run.prompt, run.scope, run.max_reuse)
+
+    def check_match(self, match, prompt, scope, max_reuse):
+        stats = self.w.manager.stats()
+        raw = self.model.raw(prompt, scope)
+        backoff = self.w.config.reuse_backoff
+        assert match.tokens <= match.attention_tokens <= match.raw_tokens <= raw, f"{match}, {raw} at most"
+        assert match.tokens <= max(0, min(match.raw_tokens - backoff, max_reuse))
+        if not self.w.config.partial_reuse:
+            assert match.tokens % self.w.page_size == 0 or match.tokens == len(prompt)
+        if match.tokens and self.w.recurrent:
+            assert prompt[: match.tokens].tobytes() in self.model.states[scope], f"{match}: nobody left this state"
+        evicted = sum(stats.evicted_pages.values()) + stats.snapshots_evicted
+        if self.exact and not evicted:
+            attention, tokens = self.model.hits(prompt, scope, max_reuse, bool(self.w.recurrent))
+            if self.w.attention:  # else tokens without a snapshot are forgotten
+                assert match.raw_tokens == raw, f"{match}, {raw} expected"
+            if not self.w.config.partial_reuse and (attention % self.w.page_size or tokens % self.w.page_size):
+                return  # a tail that some page contains is no tail of its own: the model does not know
+            assert match.tokens == tokens, f"{match}: {tokens} expected for {prompt.tolist()}"
+            if self.w.attention:
+                assert match.attention_tokens == attention, f"{match}: attention {attention} expected"
+
+    def op_probe(self):
+        prompt, scope = self.prompt(), SCOPES[int(self.chance(0.2))]
+        self.note("probe", prompt.tolist(), f"salt={scope.salt}")
+        self.check_match(self.w.probe(prompt, scope=scope), prompt, scope, len(prompt))
+
+    def op_step(self):
+        """Several sequences in one prepare, then each reports, or stays in flight."""
+        runs = [r for r in self.active() if self.chance(0.7)]
+        going = []
+        for run in runs:
+            if run.closed:
+                continue
+            left = len(run.prompt) - len(run.held)
+            n = int(self.rng.integers(1, 8))
+            if left > 0:
+                n = min(n, left)
+                points = [p - run.seq.length for p in run.seq.snapshot_points if p < len(run.prompt)]
+                if points and self.chance(0.6):
+                    n = int(points[0])
+                elif self.chance(0.4):
+                    n = left
+            n = min(n, self.longest - run.seq.length)
+            if n == 0:
+                continue
+            extra = int(self.rng.integers(0, self.longest - run.seq.length - n + 1)) if self.chance(0.2) else 0
+            before = self.w.manager.stats()
+            if not run.reserve(n + extra):
+                self.note("no room", run, n + extra)
+                assert self.w.manager.stats() == before
+                if self.chance(0.3):
+                    self.close(self.pick([r for r in self.w.runs if r not in [run for run, _ in going]]))
+                continue
+            going.append((run, n))
+        if not going:
+            return
+        self.w.prepare(*(run for run, _ in going))
+        for run, n in going:
+            run.flying, run.reserved = True, run.seq.capacity
+            if self.chance(0.05):
+                self.note("prepared, not run", run)
+                continue
+            new = run.prompt[len(run.held) :][:n] if len(run.held) < len(run.prompt) else self.random_tokens(n)
+            self.note("step", run, new.tolist())
+            run.write(new)
+        for run, _ in going:
+            if self.chance(0.8):
+                self.report(run)
+
+    def op_report(self):
+        run = self.pick(self.active(in_flight=True))
+        if run is not None:
+            self.report(run)
+
+    def report(self, run):
+        """advance or commit: what was in flight is known now."""
+        n = len(run.flight)
+        if not n:
+            self.note("advance 0", run)
+            run.flying = False
+            run.advance(0)
+            return
+        snapshot = [None, None, True, False][self.rng.integers(4)]
+        if run.ended or self.chance(0.25):
+            if not self.w.recurrent and self.chance(0.3):
+                n = int(self.rng.integers(1, n + 1))
+            points = run.seq.snapshot_points
+            self.note("advance", run, n, f"snapshot={snapshot}")
+            run.flying = False
+            run.advance(n, snapshot=snapshot)
+            self.plan(run, snapshot, points)
+            return
+        end = self.chance(0.08)
+        points = run.seq.snapshot_points
+        self.note("commit", run, f"snapshot={snapshot} end={end}")
+        run.flying = False
+        run.commit(snapshot=None if end else snapshot, end=end)
+        self.plan(run, True if end else snapshot, points)
+        self.model.publish(run)
+
+    def plan(self, run, snapshot, points):
+        """The state at the present length will be a snapshot, if there is room."""
+        if run.ended and run.seq.length != run.seq.committed:
+            return
+        if snapshot is True or (snapshot is None and run.seq.length in points):
+            run.planned.append(run.seq.length)
+
+    def op_late_commit(self):
+        runs = [r for r in self.w.runs if r.seq.status == "active" and not r.ended and r.seq.length > r.seq.committed]
+        run = self.pick(runs)
+        if run is None:
+            return
+        n = run.seq.length - run.seq.committed
+        n = n if self.chance(0.6) else int(self.rng.integers(1, n + 1))
+        self.note("late commit", run, n)
+        whole = run.seq.committed + n == run.seq.length
+        end = whole and not run.flying and self.chance(0.1)
+        run.commit(n, **({"end": True} if end else {}))
+        if end:
+            run.planned.append(run.seq.length)
+        self.model.publish(run)
+
+    def op_rewind(self):
+        run = self.pick([r for r in self.active() if not r.ended and r.seq.length > r.seq.committed])
+        if run is None:
+            return
+        n = int(self.rng.integers(1, run.seq.length - run.seq.committed + 1))
+        self.note("rewind", run, n)
+        if self.w.recurrent:
+            with pytest.raises(jkv.SequenceStateError):
+                run.seq.rewind(n)
+            self.w.check()
+        else:
+            run.rewind(n)
+
+    def op_resize(self):
+        run = self.pick(self.active())
+        if run is not None:
+            capacity = int(self.rng.integers(run.seq.length, run.seq.capacity + 1))
+            self.note("resize", run, capacity)
+            assert run.seq.resize(capacity)
+            self.w.check()
+
+    def op_suspend(self):
+        run = self.pick(self.active())
+        if run is not None:
+            self.note("suspend", run)
+            run.suspend()
+
+    def op_stop_committing(self):
+        run = self.pick([r for r in self.active() if not r.ended])
+        if run is not None and self.chance(0.3):
+            self.note("stop_committing", run)
+            if run.seq.length == run.seq.committed:
+                run.planned.append(run.seq.length)
+            run.stop_committing()
+            self.model.publish(run)
+
+    def op_close(self):
+        run = self.pick(self.w.runs)
+        if run is not None:
+            self.close(run)
+
+    def close(self, run):
+        self.note("close", run, "in flight" if run.flying else "")
+        if run.started and not run.flying and not run.ended and run.seq.length == run.seq.committed:
+            run.planned.append(run.seq.length)
+        run.close()
+        if run.started:
+            self.model.publish(run)
+            if len(run.held):
+                self.remember(run.held)
+
+    def op_flush(self):
+        self.note("flush")
+        self.w.flush()
+
+    def op_drain(self):
+        """Liveness: without sequences everything is evictable, and the largest request fits."""
+        if not self.chance(0.25):
+            return
+        self.note("drain")
+        for run in list(self.w.runs):
+            self.close(run)
+        for name, pool in self.w.pools().items():
+            assert pool.private == 0 and pool.evictable == pool.tree, f"{name}: {pool}"
+        if self.chance(0.3):
+            self.note("clear")
+            self.w.manager.clear()
+            self.w.check()
+            self.model.clear()
+            assert all(pool.free == pool.total for pool in self.w.pools().values())
+        run = Run(self.w, self.random_tokens(self.longest))
+        run.max_reuse = len(run.prompt) - 1
+        run.planned, run.flying = [], False
+        self.resume(run)
+        assert run.seq.status == "active"
+        points = run.seq.snapshot_points
+        run.dispatch(run.prompt[run.seq.length :])
+        run.commit()
+        self.plan(run, None, points)
+        self.close(run)
+
+    def run(self, steps):
+        names, weights = list(OPS), np.array(list(OPS.values()))
+        for _ in range(steps):
+            getattr(self, f"op_{self.rng.choice(names, p=weights / weights.sum())}")()
+        for run in list(self.w.runs):
+            self.close(run)
+        self.w.flush()
+        for pool in self.w.pools().values():
+            assert pool.private == 0 and pool.evictable == pool.tree
+
+
+OPS = {
+    "open": 4, "resume": 3, "probe": 2, "step": 9, "report": 2, "late_commit": 4, "rewind": 1, "resize": 1,
+    "suspend": 1.5, "stop_committing": 0.5, "close": 3, "flush": 0.5, "drain": 0.3,
+}  # fmt: skip
+
+Run.checked = False
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_random_traffic(name, request):
+    seed = request.config.getoption("--random-seed")
+    driver = Driver(*CONFIGS[name], seed=[seed, list(CONFIGS).index(name)])
+    try:
+        driver.run(request.config.getoption("--random-steps"))
+    except BaseException as error:
+        last = "\n  ".join(driver.log[-60:])
+        error.add_note(f"{name!r} with --random-seed {seed}, the last of {len(driver.log)} operations:\n  {last}")
+        raise
+
+
+@pytest.mark.parametrize("name", ["full+window+recurrent, tiny", "full+window, shared, tiny"])
+def test_the_same_calls_make_the_same_decisions(name):
+    """No clock, no randomness, no hash order: page for page."""
+    drivers = [Driver(*CONFIGS[name], seed=3) for _ in range(2)]
+    for driver in drivers:
+        driver.run(100)
+    one, two = drivers
+    assert one.log == two.log
+    assert one.w.manager.stats() == two.w.manager.stats()
+    for group in one.w.tables:
+        assert np.array_equal(one.w.tables[group], two.w.tables[group])
+    for key in one.w.bytes:
+        assert np.array_equal(one.w.bytes[key], two.w.bytes[key])
