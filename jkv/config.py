@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -268,6 +268,18 @@ class CacheConfig:
             object.__setattr__(self, "min_snapshot", recurrent)
 
 
+def _from_sequence(tokens: Any, field: str) -> np.ndarray:
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Iterable):
+        raise ConfigError(f"{field} must be a sequence of integers, got {tokens!r}")
+    items = list(tokens)
+    if any(isinstance(item, jax.Array) for item in items):
+        raise ConfigError(f"{field} holds jax.Array scalars: pass host ids, e.g. int(id)")
+    try:
+        return np.array(items) if items else np.empty(0, np.int32)
+    except ValueError as error:
+        raise ConfigError(f"{field} must be a flat sequence of integers: {error}") from error
+
+
 def as_tokens(tokens: Any, field: str = "tokens") -> np.ndarray:
     """Host token ids as an int32[n] array (the caller's own memory where it is one already).
 
@@ -279,16 +291,13 @@ def as_tokens(tokens: Any, field: str = "tokens") -> np.ndarray:
     elif isinstance(tokens, jax.Array):
         raise ConfigError(f"{field} is a jax.Array of shape {tokens.shape}: pass host ids, e.g. np.asarray(ids)")
     else:
-        items = list(tokens)
-        if any(isinstance(item, jax.Array) for item in items):
-            raise ConfigError(f"{field} holds jax.Array scalars: pass host ids, e.g. int(id)")
-        array = np.array(items) if items else np.empty(0, np.int32)
+        array = _from_sequence(tokens, field)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(f"{field} must be a sequence of integers, got shape {array.shape} of {array.dtype}")
     if array.dtype != np.int32:
         if len(array) and not (0 <= array.min() and array.max() < 2**31):
             raise ConfigError(f"{field} must be in [0, 2**31), got {array.min()}..{array.max()}")
         return array.astype(np.int32)
-    if len(array) and array.view(np.uint32).max() >= 2**31:
+    if len(array) and np.maximum.reduce(array.view(np.uint32)) >= 2**31:  # a negative id is a large unsigned one
         raise ConfigError(f"{field} must be in [0, 2**31), got {array.min()}")
     return array

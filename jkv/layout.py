@@ -12,6 +12,7 @@ goes to whoever needs it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from jkv.config import AttentionLayer, Buffer, CacheConfig, RecurrentLayer
@@ -94,23 +95,23 @@ class Layout:
     places: Mapping[str, LayerPlace]
     max_pages: int  # entries of one page-table row
 
-    @property
+    @functools.cached_property
     def page_size(self) -> int:
         return self.config.page_size
 
-    @property
+    @functools.cached_property
     def max_sequences(self) -> int:
         return self.config.max_sequences
 
-    @property
+    @functools.cached_property
     def max_length(self) -> int:
         return self.config.max_length
 
-    @property
+    @functools.cached_property
     def attention_groups(self) -> tuple[Group, ...]:
         return tuple(g for g in self.groups if not g.recurrent)
 
-    @property
+    @functools.cached_property
     def recurrent_pool(self) -> Pool | None:
         return next((p for p in self.pools if p.recurrent), None)
 

@@ -112,6 +112,7 @@ class PlanBuilder:
         self._slots = slots
         self._groups = tuple(group.name for group in layout.attention_groups)
         self._sizes = [pool.num_pages + 1 for pool in layout.pools]
+        self._smallest_pool = min((self._sizes[group.pool] for group in layout.attention_groups), default=0)
         self._copies_per_array = -(-max(64, 2 * layout.max_sequences) // CHUNK) * CHUNK
         widest = 2 * len(self._groups) * layout.max_pages
         self._large_entries = max(4 * SMALL_ENTRIES, -(-widest // SMALL_ENTRIES) * SMALL_ENTRIES)
@@ -205,9 +206,11 @@ class PlanBuilder:
 
     def _check_entries(self, entries: np.ndarray) -> None:
         """Gather clamps and scatter drops on the device: a wrong index would be silent there."""
+        if np.maximum.reduce(entries[2].view(np.uint32)) < self._smallest_pool:
+            return
         for group in self._layout.attention_groups:
             size = self._sizes[group.pool]
-            pages = entries[2] if len(self._groups) == 1 else entries[2][entries[0] == group.ordinal]
+            pages = entries[2][entries[0] == group.ordinal]
             if len(pages) and not 0 <= pages.min() <= pages.max() < size:
                 raise IntegrityError(f"group {group.name!r}: page ids {pages.min()}..{pages.max()} outside [0, {size})")
 
@@ -227,7 +230,7 @@ class PlanBuilder:
     def _build_copies(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         if not any(self._assignments):
             return (), ()
-        moves = [schedule(assignment) for assignment in self._assignments]
+        moves = [schedule(assignment) if assignment else [] for assignment in self._assignments]
         for pool, (pairs, size) in enumerate(zip(moves, self._sizes, strict=True)):
             for source, destination in pairs:
                 if not (-1 <= source < size and (0 <= destination < size or destination == UNUSED)):

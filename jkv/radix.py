@@ -177,7 +177,7 @@ def node_of(node: Node, position: int) -> Node:
     return node
 
 
-def _grown(array: np.ndarray, size: int, extra: np.ndarray) -> np.ndarray:
+def grown(array: np.ndarray, size: int, extra: np.ndarray) -> np.ndarray:
     """`array[:size]` with `extra` behind it, in place where there is room (a quarter of slack is left)."""
     needed = size + len(extra)
     if needed > len(array):
@@ -437,7 +437,7 @@ class RadixTree:
             node = path[depth]
             if node.end > covered:
                 continue
-            if node.end + page_size <= best or best == upper:
+            if node.end + page_size <= best or best == (exact or upper):
                 break
             found = None
             if exact or (with_state and self.partial_reuse):
@@ -503,7 +503,7 @@ class RadixTree:
             start = node.first_page
             if stop > start and node.size:
                 ids = node.pages[g][max(first - start, 0) : stop - start]
-                if len(ids) and ids.min() < 0:
+                if len(ids) and np.minimum.reduce(ids) < 0:
                     return start + max(first - start, 0) + int(np.flatnonzero(ids < 0)[-1])
                 stop = start
             if first >= start:

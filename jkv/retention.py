@@ -17,7 +17,7 @@ import numpy as np
 
 from jkv.layout import Group, Layout
 from jkv.pages import PagePool
-from jkv.radix import HELD, HOLDS, NEEDED, NO_SLOT, Endpoint, Node, RadixTree, _grown, path_to, spans
+from jkv.radix import HELD, HOLDS, NEEDED, NO_SLOT, Endpoint, Node, RadixTree, grown, spans
 
 
 class Retention(RadixTree):
@@ -64,13 +64,13 @@ class Retention(RadixTree):
     def extend(self, node: Node, tokens: np.ndarray, pages: Sequence[np.ndarray]) -> None:
         """Hands whole private pages over to the end of `node`, which only the caller holds and nobody extends."""
         old = self.num_pages(node)
-        node.tokens = _grown(node.tokens, node.size, tokens)
+        node.tokens = grown(node.tokens, node.size, tokens)
         node.size += len(tokens)
         for group, pool, ids in zip(self.groups, self.group_pools, pages, strict=True):
             g = group.ordinal
-            node.pages[g] = _grown(node.pages[g], old, ids)
+            node.pages[g] = grown(node.pages[g], old, ids)
             if group.window is not None:
-                node.uses[g] = _grown(node.uses[g], old, np.ones(len(ids), np.int64))
+                node.uses[g] = grown(node.uses[g], old, np.ones(len(ids), np.int64))
             self._count_in(node, group, pool, ids)
 
     def _count_in(self, node: Node, group: Group, pool: PagePool, ids: np.ndarray) -> None:
@@ -114,8 +114,10 @@ class Retention(RadixTree):
 
     def hold(self, node: Node) -> None:
         """One more sequence's path ends at `node`."""
-        for current in path_to(node):
+        current: Node | None = node
+        while current is not None:
             self.hold_child(current)
+            current = current.parent
 
     def release_child(self, node: Node, priority: int) -> None:
         """Undoes one `hold_child`; `node` was in use until now."""
@@ -144,18 +146,17 @@ class Retention(RadixTree):
     def newly_held(self, node: Node, whole_pages: int) -> int:
         """Full-attention pages below `whole_pages` that holding `node`'s path would take from eviction."""
         count = 0
-        for current in path_to(node):
-            if current.holders:
-                break  # and so are its ancestors
-            count += min(self.num_pages(current), whole_pages - current.first_page)
+        while not node.holders and node.parent is not None:  # once one is held, so are its ancestors
+            count += min(self.num_pages(node), whole_pages - node.first_page)
+            node = node.parent
         return count
 
     def newly_held_window(self, node: Node, g: int, first: int, stop: int) -> int:
         """Window pages in [first, stop) that `hold_window` would take from eviction."""
-        return sum(
-            int(np.count_nonzero(((current.uses[g][a:b] & HOLDS) == 0) & (current.pages[g][a:b] >= 0)))
-            for current, a, b in spans(node, first, stop)
-        )
+        count = 0
+        for current, a, b in spans(node, first, stop):
+            count += int(np.count_nonzero(((current.uses[g][a:b] & HOLDS) == 0) & (current.pages[g][a:b] >= 0)))
+        return count
 
     def solely_held_window(self, node: Node, g: int, first: int, stop: int) -> int:
         """Window pages in [first, stop) that one sequence alone keeps from eviction."""
@@ -294,10 +295,12 @@ class Retention(RadixTree):
 
     def _gain(self, node: Node, position: int) -> int:
         """Tokens that losing `position` costs: down to the next endpoint above it on the path."""
-        for current in path_to(node):
+        current: Node | None = node
+        while current is not None:
             for endpoint in reversed(current.endpoints):
                 if endpoint.position < position:
                     return position - endpoint.position
+            current = current.parent
         return position
 
     # --- leaves ------------------------------------------------------------------------------------------------
@@ -461,14 +464,17 @@ class Retention(RadixTree):
             ids = node.pages[group.ordinal][keep:size]
             if group.window is not None:
                 ids = ids[ids >= 0]
-            pool.release(ids)
-            pool.tree -= len(ids)
-            node.resident -= len(ids)
-            node.pages[group.ordinal] = node.pages[group.ordinal][:keep].copy()
-            if group.window is not None:
-                node.uses[group.ordinal] = node.uses[group.ordinal][:keep].copy()
+            if len(ids):
+                pool.release(ids)
+                pool.tree -= len(ids)
+                node.resident -= len(ids)
+            if keep:
+                node.pages[group.ordinal] = node.pages[group.ordinal][:keep].copy()
+                if group.window is not None:
+                    node.uses[group.ordinal] = node.uses[group.ordinal][:keep].copy()
         node.size = min(node.size, keep * self.page_size)
-        node.tokens = node.tokens[: node.size].copy()
+        if keep:
+            node.tokens = node.tokens[: node.size].copy()
         node.holders = 0
         self.settle(node)
 

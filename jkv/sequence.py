@@ -338,16 +338,8 @@ class Sequence:
         """Pages [old, new) in every group, and private copies of what is lent if the sequence goes on writing."""
         host, tree = self._host, self._host.tree
         fresh = [0] * len(host.pools)
-        alone = [0] * len(host.pools)
         for group in tree.groups:
             fresh[group.pool] += new - old
-            alone[group.pool] += int(np.count_nonzero(self._tables[group.ordinal])) + new - old
-        for pool in host.pools:
-            if alone[pool.ordinal] > pool.total:
-                raise OutOfPagesError(
-                    f"{alone[pool.ordinal]} pages of pool {pool.name!r} are needed for one sequence of "
-                    f"{new} pages per group, the pool has {pool.total}"
-                )
         lending = self._is_lending and writes
         copies = self._lent_counts() if lending else [0] * len(host.pools)
         if tree.can_allocate([a + b for a, b in zip(fresh, copies, strict=True)]):
@@ -356,11 +348,21 @@ class Sequence:
         elif lending and tree.can_allocate(fresh):
             self._take_back_lent()
         else:
+            self._require_possible(fresh)
             return False
         if new > old:
             for group in tree.groups:
                 self._append_pages(group, old, tree.allocate(host.pools[group.pool], new - old))
         return True
+
+    def _require_possible(self, fresh: list[int]) -> None:
+        """Raises unless an empty cache could give this sequence `fresh` pages per pool beside those it has."""
+        total = list(fresh)
+        for group in self._host.tree.groups:
+            total[group.pool] += int(np.count_nonzero(self._tables[group.ordinal]))
+        for pool, count in zip(self._host.pools, total, strict=True):
+            if count > pool.total:
+                raise OutOfPagesError(f"one sequence needs {count} pages of pool {pool.name!r}, which has {pool.total}")
 
     def _append_pages(self, group: Group, old: int, pages: np.ndarray) -> None:
         g, new = group.ordinal, old + len(pages)
@@ -379,9 +381,10 @@ class Sequence:
 
     def _free_private(self, group: Group, start: int, stop: int) -> None:
         """Frees the private pages at table columns [start, stop); the entries become null."""
-        entries = self._tables[group.ordinal][start:stop]
-        self._host.pools[group.pool].release(entries[entries > 0])
-        entries[:] = NO_PAGE
+        if start < stop:
+            entries = self._tables[group.ordinal][start:stop]
+            self._host.pools[group.pool].release(entries[entries > 0] if group.window is not None else entries)
+            entries[:] = NO_PAGE
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -805,7 +808,8 @@ class Sequence:
         reserved = min(self._prepared, self.capacity)
         if self.length + n > reserved:
             raise SequenceStateError(
-                f"{operation} of {n} tokens at length {self.length}: the last prepare had room for {reserved} tokens"
+                f"{operation} of {n} tokens at length {self.length}: the last prepare had room for "
+                f"{max(0, reserved - self.length)} more"
             )
         if n and self._slot != NO_SLOT and not self._in_flight:
             raise SequenceStateError(

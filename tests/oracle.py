@@ -15,6 +15,7 @@ calls `manager.check()` and checks the sums in `stats()` itself.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Iterable, Sequence
@@ -196,6 +197,16 @@ def device_step(state, rows, positions, values, scales, shifts):
         new = {name: scale * old[name] + shifts[layer][name] for name, scale in buffers.items()}
         state = jkv.write_state(state, layer, rows, new)
     return state
+
+
+_layouts: dict[jkv.CacheConfig, Any] = {}
+
+
+def shared_step(config: jkv.CacheConfig, state: jkv.CacheState, *args: Any) -> jkv.CacheState:
+    """device_step, compiled once per configuration: a layout is compared by identity, and each manager has its own."""
+    layout = _layouts.setdefault(config, state.layout)
+    done = device_step(dataclasses.replace(state, layout=layout), *args)
+    return dataclasses.replace(done, layout=state.layout)
 
 
 class Run:
@@ -530,7 +541,7 @@ class World:
                     scales[layer][buffer] = scale.reshape(1, *declared.shape)
                     shifts[layer][buffer] = shift.reshape(1, *declared.shape)
             rows = np.array([run.seq.row], np.int32)
-            self.state = device_step(self.state, rows, positions, values, scales, shifts)
+            self.state = shared_step(self.config, self.state, rows, positions, values, scales, shifts)
         self.fetch()
         self.verify()
 

@@ -59,7 +59,6 @@ BAD_TOKENS = {
     "bool": lambda: np.array([True, False]),
     "str": lambda: "abc",
     "strings": lambda: ["a", "b"],
-    "bytes": lambda: b"abc",
     "two dimensions": lambda: np.zeros((2, 3), np.int32),
     "scalar": lambda: 5,
     "None": lambda: None,
@@ -154,8 +153,8 @@ def test_commit_and_advance_beyond_what_was_reserved(groups):
     w.prepare(run)
     assert run.seq.reserve(8)  # more than at the last prepare
     w.check()
-    refused(w, jkv.SequenceStateError, lambda: run.seq.commit([1, 2, 3, 4]), run, match=r"4.*3|3.*4")
-    refused(w, jkv.SequenceStateError, lambda: run.seq.advance(4), run, match=r"4.*3|3.*4")
+    refused(w, jkv.SequenceStateError, lambda: run.seq.commit([1, 2, 3, 4]), run, match=r"4.*11")
+    refused(w, jkv.SequenceStateError, lambda: run.seq.advance(4), run, match=r"4.*11")
     run.write(fresh(3))
     run.commit()
     refused(w, jkv.SequenceStateError, lambda: run.seq.advance(1), run)

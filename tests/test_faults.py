@@ -474,30 +474,39 @@ def test_f31_nan_in_a_recycled_page(publish, window):
     manager = jkv.CacheManager(config)
     state = manager.init()
 
-    def step(state, seq, n, value):
-        assert seq.reserve(n)
-        state, rows = manager.prepare(state, [seq])
-        positions = np.arange(seq.length, seq.length + n, dtype=np.int32)[None]
-        q = jnp.ones((1, n, 1, 4), jnp.float32)
-        state = jkv.append(state, "attn", rows, positions, {"kv": jnp.full((1, n, 2, 4), value, jnp.float32)})
-        out = jkv.attend(state, "attn", rows, positions, q)
+    @jax.jit
+    def model(state, rows, positions, value):
+        state = jkv.append(state, "attn", rows, positions, {"kv": jnp.full((1, 7, 2, 4), value, jnp.float32)})
+        out = jkv.attend(state, "attn", rows, positions, jnp.ones((1, 7, 1, 4), jnp.float32))
         old = jkv.read_state(state, "ssm", rows)["h"]
         return jkv.write_state(state, "ssm", rows, {"h": old + value}), out, old
 
-    x = manager.open(tokens(23, "x"))
+    def step(state, seq, n, value):
+        assert seq.reserve(n)
+        state, rows = manager.prepare(state, [seq])
+        positions = np.full((1, 7), -1, np.int32)
+        positions[0, :n] = np.arange(seq.length, seq.length + n)
+        state, out, old = model(state, rows, positions, np.float32(value))
+        return state, np.asarray(out)[:, :n], np.asarray(old)
+
+    x, ids = manager.open(tokens(21, "x")), tokens(21, "x")
     assert x.resume()
-    state, out, _ = step(state, x, 23, np.nan)
-    assert np.isnan(out).all()
-    if publish:
-        x.commit(tokens(23, "x"))
+    for at in (0, 7, 14):
+        state, out, _ = step(state, x, 7, np.nan)
+        assert np.isnan(out).all()
+        if publish:
+            x.commit(ids[at : at + 7])
+        else:
+            x.advance(7)
     x.close()
-    y = manager.open(tokens(21, "y"))
+    assert manager.stats().pools["recurrent"].free >= 1
+    y, ids = manager.open(tokens(21, "y")), tokens(21, "y")
     assert y.resume()
-    for n in (1, 4, 14, 2):
+    for n in (1, 4, 7, 2, 5):
         state, out, old = step(state, y, n, 2.0)
         np.testing.assert_allclose(out, 2.0)
         assert np.isfinite(old).all()
-        y.commit(tokens(21, "y")[y.length :][:n])
+        y.commit(ids[y.length :][:n])
         manager.check()
 
 
