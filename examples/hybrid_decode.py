@@ -332,7 +332,9 @@ class Server:
         self.steps, self.config, self.overlap = steps, config, overlap
         self.manager = jkv.CacheManager(config)
         self.state = self.manager.init()
-        self.sampled = jnp.zeros(config.max_sequences, jnp.int32)  # per row of the cache; lives on the device
+        # Per row of the cache; lives on the device. Committed there like the state: otherwise the first step would be
+        # compiled once for this array and once more for those that steps return.
+        self.sampled = jax.device_put(np.zeros(config.max_sequences, np.int32), jax.devices()[0])
 
     def serve(self, arrivals: list[tuple[int, Request]], reuse: bool = True) -> None:
         """Serve every (turn, request) and the follow-ups, from an empty cache. Results: `done`, `usage`, `seconds`."""
@@ -344,6 +346,7 @@ class Server:
         self.in_flight: list[tuple[int, list[Request], Any]] = []  # turn, whose, (ids, logits) on their way
         self.done: list[Request] = []
         self.usage: list[tuple[int, int]] = []  # per turn: pages held by requests, pages kept for reuse
+        self.crowded = False  # nobody is admitted
         self.turn = self.steps_run = 0
         start = time.perf_counter()
         while self.arrivals or self.waiting or self.running:
@@ -359,7 +362,7 @@ class Server:
 
     def admit(self) -> None:
         """Open waiting requests while there are rows and pages. One that was closed early comes back here as well."""
-        while self.waiting:
+        while self.waiting and not (self.crowded and self.running):
             request = self.waiting[0]
             tokens = np.asarray(request.text, np.int32)
             seq = self.manager.open(tokens, max_reuse=self.max_reuse, retry=bool(request.reused))
@@ -433,6 +436,7 @@ class Server:
                 if request.answered:
                     self.close(request)
                     self.done.append(request)
+                    self.crowded = False
                     if request.later:
                         name, number = request.name.split(".")
                         prompt = request.text + request.later[0]
@@ -454,6 +458,7 @@ class Server:
             victim = self.running[-1]
             self.close(victim)
             self.waiting.insert(0, victim)  # opened again later, with its prompt and what it has generated so far
+            self.crowded = True  # once somebody is done: at once, the two would take turns at closing each other
         return request.seq is not None
 
     def close(self, request: Request) -> None:
@@ -509,9 +514,10 @@ def make_arrivals(count: int, seed: int) -> list[tuple[int, Request]]:
 
 
 def warmup_arrivals() -> list[tuple[int, Request]]:
-    """The same short request twice, one after the other: every step shape once, and everything that reuse needs."""
-    prompt = bytes_of(SYSTEM_PROMPTS[0])
-    return [(turn, Request(f"{turn}.1", list(prompt), 3, [])) for turn in (0, 20)]
+    """Short requests that bring about every step shape and every kind of cache operation: all that can be compiled."""
+    long, short = bytes_of(SYSTEM_PROMPTS[1]), bytes_of(SYSTEM_PROMPTS[0])
+    # The first decodes while the second leaves snapshots; the third finds the first's pages.
+    return [(0, Request("1.1", short, 12, [])), (4, Request("2.1", long, 2, [])), (30, Request("3.1", short, 2, []))]
 
 
 class CompileCounter:
@@ -618,11 +624,11 @@ def measure(requests: int, seed: int, overlap: bool = True) -> Result:
 def print_requests(with_reuse: Serving, without_reuse: Serving) -> None:
     """One line per request."""
     cold = {request.name: request for request in without_reuse.requests}
-    print("                                              first token, ms")
-    print("request  prompt  reused        generated   with reuse  without   closed and reopened with")
+    print("                                            first token, ms       reused when")
+    print("request  prompt  reused        generated  with reuse   without   reopened")
     for request in sorted(with_reuse.requests, key=lambda request: [int(part) for part in request.name.split(".")]):
         share = request.reused[0] / len(request.prompt)
-        reopened = ", ".join(f"{tokens} tokens reused" for tokens in request.reused[1:])
+        reopened = ", ".join(str(tokens) for tokens in request.reused[1:])
         print(
             f"{request.name:>7}  {len(request.prompt):6}  {request.reused[0]:6} {share:4.0%}"
             f"  {len(request.generated):10}  {request.first_token * 1e3:10.1f}"

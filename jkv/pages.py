@@ -154,7 +154,7 @@ class PagePool:
         count = len(pages)
         if count == 0:
             return
-        if np.count_nonzero(self._is_free[pages]) or self.free + count > self.total:
+        if np.count_nonzero(self._is_free.take(pages)) or self.free + count > self.total:
             raise IntegrityError(f"pool {self.name!r}: pages {pages.tolist()} are not all in use: freed twice")
         self._stack[self.free : self.free + count] = pages[::-1]
         self.free += count

@@ -113,7 +113,10 @@ class PlanBuilder:
         self._groups = tuple(group.name for group in layout.attention_groups)
         self._sizes = [pool.num_pages + 1 for pool in layout.pools]
         self._smallest_pool = min((self._sizes[group.pool] for group in layout.attention_groups), default=0)
-        self._copies_per_array = -(-max(64, 2 * layout.max_sequences) // CHUNK) * CHUNK
+        width = -(-max(64, 2 * layout.max_sequences) // CHUNK) * CHUNK
+        self._no_copies = np.zeros((len(layout.pools), 2, width), np.int32)
+        self._no_copies[:, 1] = UNUSED
+        self._columns = np.arange(layout.max_pages, dtype=np.int32)
         widest = 2 * len(self._groups) * layout.max_pages
         self._large_entries = max(4 * SMALL_ENTRIES, -(-widest // SMALL_ENTRIES) * SMALL_ENTRIES)
         self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
@@ -194,7 +197,7 @@ class PlanBuilder:
                 continue
             to = at + stop - start
             entries[0, at:to] = group
-            entries[1, at:to] = np.arange(row * max_pages + start, row * max_pages + stop)
+            np.add(self._columns[start:stop], row * max_pages, out=entries[1, at:to])
             known = table[start:stop]
             entries[2, at : at + len(known)] = known
             entries[2, at + len(known) : to] = 0
@@ -235,17 +238,14 @@ class PlanBuilder:
             for source, destination in pairs:
                 if not (-1 <= source < size and (0 <= destination < size or destination == UNUSED)):
                     raise IntegrityError(f"pool {pool}: copy {source} -> {destination} outside [0, {size})")
-        width = self._copies_per_array
+        width = self._no_copies.shape[2]
         arrays, counts = [], []
         for at in range(0, max(map(len, moves)), width):
-            array = np.zeros((len(moves), 2, width), np.int32)
-            array[:, 1] = UNUSED
-            count = np.zeros(len(moves), np.int32)
-            for pool, pairs in enumerate(moves):
-                part = pairs[at : at + width]
+            parts = [pairs[at : at + width] for pairs in moves]
+            array = self._no_copies.copy()
+            for pool, part in enumerate(parts):
                 if part:
                     array[pool, :, : len(part)] = np.array(part, np.int32).T
-                    count[pool] = len(part)
             arrays.append(array)
-            counts.append(count)
+            counts.append(np.array([len(part) for part in parts], np.int32))
         return tuple(arrays), tuple(counts)

@@ -124,6 +124,8 @@ class Hit:
 
 def common_tokens(a: bytes, b: bytes) -> int:
     """Length in tokens of the longest common head of two keys."""
+    if a[:4] != b[:4]:
+        return 0
     size = min(len(a), len(b))
     difference = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
     if difference == 0:
@@ -408,7 +410,7 @@ class RadixTree:
         if not keys or not query:
             return None, 0
         at = keys.bisect_left(query)
-        after = at + 1 if len(query) == 4 * self.page_size and at < len(keys) and keys[at] == query else at
+        after = at + 1 if query in node.children and len(query) == 4 * self.page_size else at
         best, most = None, 0
         for i in (at - 1, after):
             if 0 <= i < len(keys):

@@ -43,12 +43,15 @@ class Retention(RadixTree):
 
     # --- pages come in -----------------------------------------------------------------------------------------
 
-    def attach(self, parent: Node, tokens: np.ndarray, pages: Sequence[np.ndarray], priority: int) -> Node:
-        """Hands private pages over to a new child of `parent`, held once, with its window pages held once.
+    def attach(
+        self, parent: Node, tokens: np.ndarray, pages: Sequence[np.ndarray], live_from: Sequence[int], priority: int
+    ) -> Node:
+        """Hands private pages over to a new child of `parent`, held once.
 
         Args:
           tokens: int32[n]: whole pages, or fewer than one page (a tail). Copied.
           pages: per attention group int32[ceil(n / page_size)], -1: a hole. Copied.
+          live_from: per attention group the page index from which on (beside sinks) a window's pages are held.
         """
         if not parent.children:
             self._unrank(parent)
@@ -57,11 +60,13 @@ class Retention(RadixTree):
         node.holders = 1
         for group, pool, ids in zip(self.groups, self.group_pools, pages, strict=True):
             node.pages.append(ids.copy())
-            node.uses.append(None if group.window is None else np.ones(len(ids), np.int64))
+            node.uses.append(None if group.window is None else self._first_uses(group, node.first_page, ids, live_from))
             self._count_in(node, group, pool, ids)
         return node
 
-    def extend(self, node: Node, tokens: np.ndarray, pages: Sequence[np.ndarray]) -> None:
+    def extend(
+        self, node: Node, tokens: np.ndarray, pages: Sequence[np.ndarray], live_from: Sequence[int]
+    ) -> None:
         """Hands whole private pages over to the end of `node`, which only the caller holds and nobody extends."""
         old = self.num_pages(node)
         node.tokens = grown(node.tokens, node.size, tokens)
@@ -70,8 +75,17 @@ class Retention(RadixTree):
             g = group.ordinal
             node.pages[g] = grown(node.pages[g], old, ids)
             if group.window is not None:
-                node.uses[g] = grown(node.uses[g], old, np.ones(len(ids), np.int64))
+                uses = self._first_uses(group, node.first_page + old, ids, live_from)
+                node.uses[g] = grown(node.uses[g], old, uses)
             self._count_in(node, group, pool, ids)
+
+    def _first_uses(self, group: Group, first: int, ids: np.ndarray, live_from: Sequence[int]) -> np.ndarray:
+        """One hold for each live page. The others are holes: their owner freed them before it came here."""
+        uses = np.ones(len(ids), np.int64)
+        stale = live_from[group.ordinal] - first
+        if stale > 0:
+            uses[max(0, -(-group.sinks // self.page_size) - first) : stale] = 0
+        return uses
 
     def _count_in(self, node: Node, group: Group, pool: PagePool, ids: np.ndarray) -> None:
         present = len(ids) if group.window is None else int(np.count_nonzero(ids >= 0))
@@ -270,8 +284,11 @@ class Retention(RadixTree):
         endpoint.pinned = False
         self.state_pool.held -= 1
 
-    def remove_endpoint(self, endpoint: Endpoint, keep_slot: bool = False) -> None:
-        """`endpoint` is not resumable any more; its slot is freed, or becomes the caller's with `keep_slot`."""
+    def remove_endpoint(self, endpoint: Endpoint, keep_slot: bool = False, keep_pages: int | None = None) -> None:
+        """`endpoint` is not resumable any more; its slot is freed, or becomes the caller's with `keep_slot`.
+
+        `keep_pages`: its node is about to lose the pages from there on, so what happens to them does not matter.
+        """
         node = endpoint.node
         endpoint.alive = False
         node.endpoints.remove(endpoint)
@@ -286,6 +303,10 @@ class Retention(RadixTree):
                 self.state_pool.release_one(endpoint.slot)
         for group in self.windows:
             for current, a, b in self._needed_spans(endpoint, group):
+                if keep_pages is not None and current is node:
+                    b = min(b, keep_pages)
+                    if a >= b:
+                        continue
                 uses = current.uses[group.ordinal][a:b]
                 uses -= NEEDED
                 idle = uses == 0
@@ -411,9 +432,9 @@ class Retention(RadixTree):
             if entry[3].alive:
                 order.put_back(entry)
 
-    def _evict_endpoint(self, endpoint: Endpoint) -> None:
+    def _evict_endpoint(self, endpoint: Endpoint, keep_pages: int | None = None) -> None:
         self.snapshots_evicted += endpoint.slot != NO_SLOT
-        self.remove_endpoint(endpoint)
+        self.remove_endpoint(endpoint, keep_pages=keep_pages)
 
     def _yields(self, endpoint: Endpoint, pool: PagePool) -> bool:
         """Whether losing `endpoint` brings `pool` closer to a free page."""
@@ -459,7 +480,7 @@ class Retention(RadixTree):
         size, end = self.num_pages(node), node.start + keep * self.page_size
         node.holders = 1  # so that nothing below settles the node before all of it is consistent again
         while node.endpoints and node.endpoints[-1].position > end:
-            self._evict_endpoint(node.endpoints[-1])
+            self._evict_endpoint(node.endpoints[-1], keep)
         for group, pool in zip(self.groups, self.group_pools, strict=True):
             ids = node.pages[group.ordinal][keep:size]
             if group.window is not None:

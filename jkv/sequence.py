@@ -192,7 +192,7 @@ class Sequence:
             else:
                 own[group.pool] += sum(
                     host.tree.solely_held_window(self._node, g, first, stop)
-                    for first, stop in self._held_ranges(group)
+                    for first, stop in self._live_ranges(group, 0, self._tree_pages)
                 )
         return own
 
@@ -204,7 +204,8 @@ class Sequence:
         whole, part = divmod(length, page_size)
         node = next((n for n in reversed(hit.path) if n.start < whole * page_size), None)
         source = next(n for n in reversed(hit.path) if n.start <= whole * page_size) if part else None
-        ranges = {group.ordinal: self._live_ranges(group, length, whole) for group in tree.windows}
+        for group in tree.windows:
+            self._live_from[group.ordinal] = max(group.first_live(length, page_size)[1], self._sink_pages(group))
 
         counts = [0] * len(host.pools)
         held = [0] * len(host.pools)
@@ -215,7 +216,7 @@ class Sequence:
             if group.window is None:
                 held[group.pool] += tree.newly_held(node, whole)
             else:
-                for first, stop in ranges[group.ordinal]:
+                for first, stop in self._live_ranges(group, 0, whole):
                     held[group.pool] += tree.newly_held_window(node, group.ordinal, first, stop)
         if tree.state_pool is not None:
             counts[tree.state_pool.ordinal] += 1
@@ -229,16 +230,16 @@ class Sequence:
             node = tree.split(node, whole - node.first_page)
         tree.hold(node)
         tree.settle(lower)
-        for g, spans in ranges.items():
-            for first, stop in spans:
-                tree.hold_window(node, g, first, stop)
+        for group in tree.windows:
+            for first, stop in self._live_ranges(group, 0, whole):
+                tree.hold_window(node, group.ordinal, first, stop)
         if length:
             self._last = hit.endpoint or (source or node_of(node, length)).endpoint_at(length)
         if self._last is not None:
             tree.touch(self._last, self._priority)
         if source is not None:
             tree.use(source)
-        self._fill_tables(node, source, whole, ranges)
+        self._fill_tables(node, source, whole)
         if tree.state_pool is not None:
             pool = tree.state_pool
             value = host.builder.read(pool.ordinal, hit.endpoint.slot) if hit.endpoint else ZERO
@@ -254,20 +255,16 @@ class Sequence:
             self._count_lookup(hit.match)
         return True
 
-    def _fill_tables(
-        self, node: Node, source: Node | None, whole: int, ranges: dict[int, list[tuple[int, int]]]
-    ) -> None:
+    def _fill_tables(self, node: Node, source: Node | None, whole: int) -> None:
         """Page tables of the matched path, and private copies of the partly matched page."""
         host, tree = self._host, self._host.tree
         copies = []
         for group in tree.groups:
             g = group.ordinal
             table = np.zeros(whole + (source is not None), np.int32)
-            for first, stop in ranges.get(g, [(0, whole)]):
+            for first, stop in self._live_ranges(group, 0, whole):
                 table[first:stop] = pages_on(node, g, first, stop)
             self._tables[g] = table
-            if group.window is not None:
-                self._live_from[g] = max(ranges[g][-1][0], self._sink_pages(group))
             if source is not None:
                 page = int(source.pages[g][whole - source.first_page])
                 copies.append((g, group.pool, host.builder.read(group.pool, page) if page > 0 else None))
@@ -442,8 +439,10 @@ class Sequence:
         if snapshot and not (end and self._can_hand_over(position)):
             self._keep_state(position, True)
         if len(tokens):
-            self._publish(tokens)
             self.committed = position
+            if self._host.tree.min_snapshot and not self._pending:
+                self._slide()  # what no endpoint to come needs is freed before the tree ever sees it
+            self._publish(tokens)
         self._publish_endpoints()
         if end:
             self._stop()
@@ -513,9 +512,9 @@ class Sequence:
             if child is None:
                 pages = [self._handed_over(group, first, first + whole - done) for group in tree.groups]
                 if node.size and not node.children and node.holders == 1:
-                    tree.extend(node, rest, pages)
+                    tree.extend(node, rest, pages, self._live_from)
                 else:
-                    node = tree.attach(node, rest, pages, self._priority)
+                    node = tree.attach(node, rest, pages, self._live_from, self._priority)
                 break
             shared, lower = shared_tokens(child, rest, page_size) // page_size, child
             if shared < tree.num_pages(child):
@@ -541,10 +540,15 @@ class Sequence:
             ours = entries.copy()
             if group.window is not None:
                 tree.fill(node, g, ours)
-                tree.hold_window(node, g, first, first + count)
+                for start, stop in self._live_ranges(group, first, first + count):
+                    tree.hold_window(node, g, start, stop)
             theirs = node.pages[g][:count]
             pool.release(ours[(ours != theirs) & (ours > 0)])
-            np.maximum(theirs, NO_PAGE, out=entries)
+            if group.window is None:
+                entries[:] = theirs
+            else:
+                for start, stop in self._live_ranges(group, first, first + count):
+                    entries[start - first : stop - first] = theirs[start - first : stop - first]
             self._mark(g, first, first + count)
 
     def _publish_endpoints(self) -> None:
@@ -608,7 +612,7 @@ class Sequence:
         home = tree.tail_home(self._node, self._partial.tobytes())
         if home is None:
             pages = [self._handed_over(group, self._published, self._published + 1) for group in tree.groups]
-            self._node = home = tree.attach(self._node, self._partial, pages, self._priority)
+            self._node = home = tree.attach(self._node, self._partial, pages, self._live_from, self._priority)
         elif not tree.has_head(home):  # a tail that has lost window pages: ours fill them
             self._take_over(home, self._published, 1)
             self._node = home
@@ -673,8 +677,8 @@ class Sequence:
         """The path ends at the tail's parent again."""
         tail, tree = self._node, self._host.tree
         for group in tree.windows:
-            if self._live_from[group.ordinal] <= self._published or self._published < self._sink_pages(group):
-                tree.release_window(tail, group.ordinal, self._published, self._published + 1)
+            for first, stop in self._live_ranges(group, self._published, self._published + 1):
+                tree.release_window(tail, group.ordinal, first, stop)
         self._node = tail.parent
         tree.release_child(tail, self._priority)
 
@@ -683,17 +687,15 @@ class Sequence:
     def _sink_pages(self, group: Group) -> int:
         return -(-group.sinks // self._host.layout.page_size)
 
-    def _live_ranges(self, group: Group, length: int, stop: int) -> list[tuple[int, int]]:
-        """Page ranges below `stop` that a window group keeps at `length`: sinks, then the window."""
-        sinks = self._sink_pages(group)
-        first = max(group.first_live(length, self._host.layout.page_size)[1], sinks)
-        return [(0, min(sinks, stop)), (min(first, stop), stop)]
-
-    def _held_ranges(self, group: Group) -> list[tuple[int, int]]:
-        """Page ranges of the tree that this sequence holds in a window group."""
-        sinks, stop = self._sink_pages(group), self._tree_pages
-        first = max(self._live_from[group.ordinal], sinks)
-        return [(0, min(sinks, stop)), (min(first, stop), stop)]
+    def _live_ranges(self, group: Group, first: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of pages [first, stop) that are live in a window group: sinks, and from `_live_from` on."""
+        live = max(self._live_from[group.ordinal], first)
+        ranges = [(live, stop)] if live < stop else []
+        if group.sinks:
+            sinks = min(self._sink_pages(group), live, stop)
+            if first < sinks:
+                ranges.append((first, sinks))
+        return ranges
 
     def _slide(self) -> None:
         """Pages that left a window leave the sequence. By committed length, so that a rewind finds its window."""
@@ -703,7 +705,7 @@ class Sequence:
         length = self.length if self._stopped else min((self.committed, *self._pending))
         for group in tree.windows:
             g = group.ordinal
-            first = max(self._live_from[g], self._sink_pages(group))
+            first = self._live_from[g]
             stop = group.first_live(length, self._host.layout.page_size)[1]
             if stop <= first:
                 continue
@@ -763,7 +765,7 @@ class Sequence:
         for group in tree.groups:
             self._free_private(group, self._tree_pages, self._num_pages(self.capacity))
             if group.window is not None:
-                for first, stop in self._held_ranges(group):
+                for first, stop in self._live_ranges(group, 0, self._tree_pages):
                     tree.release_window(self._node, group.ordinal, first, stop)
         tree.release(self._node, self._priority)
         self._node = None
@@ -808,7 +810,7 @@ class Sequence:
         reserved = min(self._prepared, self.capacity)
         if self.length + n > reserved:
             raise SequenceStateError(
-                f"{operation} of {n} tokens at length {self.length}: the last prepare had room for "
+                f"{operation} of {n} tokens at length {self.length}: the last prepare had room up to {reserved}, "
                 f"{max(0, reserved - self.length)} more"
             )
         if n and self._slot != NO_SLOT and not self._in_flight:
@@ -829,7 +831,7 @@ class Sequence:
         if self._node is None:
             return None
         windows = self._host.tree.windows
-        return self._node, [(w.ordinal, first, stop) for w in windows for first, stop in self._held_ranges(w)]
+        return self._node, [(w.ordinal, first, stop) for w in windows for first, stop in self._live_ranges(w, 0, self._tree_pages)]
 
     def private_pages(self) -> list[np.ndarray]:
         """Per pool the page ids and slots that this sequence owns."""
@@ -858,8 +860,7 @@ class Sequence:
         for group in self._host.tree.groups:
             g, table = group.ordinal, self._tables[group.ordinal]
             expected = np.zeros(self._tree_pages, np.int32)
-            ranges = [(0, self._tree_pages)] if group.window is None else self._held_ranges(group)
-            for first, stop in ranges:
+            for first, stop in self._live_ranges(group, 0, self._tree_pages):
                 expected[first:stop] = pages_on(self._node, g, first, stop)
             if not np.array_equal(table[: self._tree_pages], expected):
                 raise IntegrityError(f"{self!r}: group {group.name!r} has {table[: self._tree_pages].tolist()} in its "

@@ -13,7 +13,6 @@ import numpy as np
 
 from jkv.config import AttentionLayer, CacheConfig, DeviceTier, RecurrentLayer
 from jkv.layout import make_layout
-from jkv.ops import as_dtype
 from jkv.state import CacheState, init_state
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.int32)
@@ -21,9 +20,10 @@ FLOAT_DTYPES = DTYPES[:4]
 
 
 def garbage(array: jax.Array, dtype: Any) -> jax.Array:
-    """NaN everywhere, or the integers' largest value; as stored."""
-    value = jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
-    return as_dtype(jnp.full(array.shape, value, dtype), array.dtype)
+    """NaN everywhere, or the integers' largest value; as stored, and placed as `array` is."""
+    value = np.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+    stored = np.full(array.shape, value, dtype).view(array.dtype)
+    return jax.device_put(stored, array.sharding, may_alias=False)
 
 
 def make_state(
@@ -63,7 +63,7 @@ def make_state(
     )
     return dataclasses.replace(
         state,
-        pools=jax.device_put(pools, state.page_tables[next(iter(tables))].sharding if tables else None),
+        pools=pools,
         page_tables={name: jax.device_put(t, state.page_tables[name].sharding) for name, t in tables.items()},
         state_slots={name: jax.device_put(s, state.state_slots[name].sharding) for name, s in slots.items()},
     )

@@ -554,7 +554,7 @@ class World:
         return match
 
     def hit(self, prompt: Iterable[int] | np.ndarray, **options: Any) -> int:
-        """Tokens reused by a lookup (cap lifted): a probe, and a sequence that resumes, verifies its bytes and closes."""
+        """Tokens reused by a lookup, cap lifted: a probe, then a sequence that resumes, verifies and closes."""
         match = self.probe(prompt, **options)
         run = self.start(prompt, **{"max_reuse": len(join(prompt)), **options})
         assert run.seq.match == match

@@ -59,6 +59,7 @@ BAD_TOKENS = {
     "bool": lambda: np.array([True, False]),
     "str": lambda: "abc",
     "strings": lambda: ["a", "b"],
+    "bytes": lambda: b"abc",
     "two dimensions": lambda: np.zeros((2, 3), np.int32),
     "scalar": lambda: 5,
     "None": lambda: None,
@@ -440,9 +441,9 @@ def test_bad_rows_and_positions(rows, positions):
     ],
     ids=[
         "gather unknown", "gather recurrent", "read_state unknown", "read_state attention", "write_state attention",
-        "write_state missing", "write_state shape", "write_state dtype", "pool layer", "pool buffer", "with_pool buffer",
-        "with_pool shape", "with_pool dtype", "table_for unknown", "table_for recurrent", "table_for buffer",
-        "slots_for attention", "slots_for unknown",
+        "write_state missing", "write_state shape", "write_state dtype", "pool layer", "pool buffer",
+        "with_pool buffer", "with_pool shape", "with_pool dtype", "table_for unknown", "table_for recurrent",
+        "table_for buffer", "slots_for attention", "slots_for unknown",
     ],
 )  # fmt: skip
 def test_device_functions_name_what_is_wrong(call):

@@ -335,7 +335,7 @@ def test_f25_a_dispatched_step_reads_the_table_of_its_time():
 
 @pytest.mark.parametrize("groups", ["full", "full recurrent"])
 def test_f27_all_hold_and_all_want_more(groups):
-    pages = {group: 8 for group in groups.split()}
+    pages = dict.fromkeys(groups.split(), 8)
     w = World(groups, pages=pages, max_sequences=4, max_length=32, max_utilization_for_resume=1.0)
     runs = [w.start(tokens(8, key)).prefill() for key in "abcd"]
     want = [tokens(11, key)[8:] for key in "abcd"]
@@ -419,7 +419,7 @@ def make(groups="full", **config):
 
 @pytest.mark.parametrize("groups", ["full", "full recurrent", "recurrent"])
 def test_f30_too_few_bytes_names_the_least_number(groups):
-    with pytest.raises(jkv.ConfigError, match="bytes=1 .*64.*at least") as error:
+    with pytest.raises(jkv.ConfigError, match=r"bytes=1 .*64.*at least") as error:
         make(groups, bytes=1)
     least = int(re.search(r"at least (\d+)", str(error.value))[1])
     with pytest.raises(jkv.ConfigError, match=str(least)):

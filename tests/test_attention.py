@@ -1,0 +1,442 @@
+"""attend and append_attend against an oracle in plain NumPy float64."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from device import FLOAT_DTYPES, compilations, make_state, random_values, with_table
+
+import jkv.attention
+from jkv.attention import append_attend, attend
+from jkv.config import AttentionLayer, Buffer, RecurrentLayer, kv_buffers
+from jkv.errors import ConfigError
+from jkv.ops import append, table_for
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 0.03, "float16": 4e-3, "float8_e4m3fn": 0.03}
+OPTIONS = ("layer", "scale", "softcap", "implementation")
+
+
+def oracle(
+    q, positions, k, v, *, window=None, sinks=0, scale=None, softcap=None, sink_logits=None, mask=None, missing=()
+):
+    """Attention one query and one head at a time.
+
+    Args:
+      q: [B, T, H, D].
+      positions: [B, T], -1: padding.
+      k, v: [B, S, K, D], entry s is position s.
+      mask: [B, T, T] or None.
+      missing: pairs (row, position) without a page.
+    """
+    q, k, v = (np.asarray(a).astype(np.float64) for a in (q, k, v))
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    groups = q.shape[2] // k.shape[2]
+    for b, t in np.argwhere(np.asarray(positions) >= 0):
+        p, own = positions[b][t], {int(s): i for i, s in enumerate(positions[b]) if s >= 0}
+
+        def sees(s, b=b, t=t, p=p, own=own):
+            if mask is not None and s in own:
+                if not mask[b][t][own[s]]:
+                    return False
+            elif s > p:
+                return False
+            return (window is None or s > p - window or s < sinks) and (b, s) not in missing
+
+        seen = [s for s in range(k.shape[1]) if sees(s)]
+        for h in range(q.shape[2]):
+            scores = k[b, seen, h // groups] @ q[b, t, h] * (q.shape[3] ** -0.5 if scale is None else scale)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            all_scores = scores if sink_logits is None else np.append(scores, float(sink_logits[h]))
+            if len(all_scores) == 0:
+                continue
+            weights = np.exp(scores - all_scores.max())
+            out[b, t, h] = weights @ v[b, seen, h // groups] / np.exp(all_scores - all_scores.max()).sum()
+    return out
+
+
+class Case:
+    """One layer whose rows hold tokens at 0..starts[b]-1, and a step of T tokens that follow."""
+
+    def __init__(self, starts, counts, *, heads=4, kv_heads=2, dim=8, dtype=jnp.float32, fused=True, window=None,
+                 sinks=0, seed=0, page_size=4, q_dtype=None, max_length=64, pages=96, align="left"):  # fmt: skip
+        self.rng = np.random.default_rng(seed)
+        self.window, self.sinks, self.fused = window, sinks, fused
+        layer = AttentionLayer(kv_buffers(kv_heads, dim, dtype, fused), window, sinks)
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        # window pages as they are before the step: all that the step's first token sees is there
+        state = make_state({"a": layer}, lengths, max_length=max_length, page_size=page_size, pages=pages, seed=seed)
+        if window is not None:
+            full = make_state(
+                {"a": layer}, [0] * len(lengths), max_length=max_length, page_size=page_size, pages=pages, seed=seed
+            )
+            table, ids = np.zeros_like(np.asarray(full.page_tables[layer.group])), iter(range(1, pages + 1))
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                stale = range(*state.layout.groups[0].first_live(start, page_size))
+                for column in set(range(-(-length // page_size))) - set(stale):
+                    table[row, column] = next(ids)
+            state = with_table(state, layer.group, table)
+        self.state, self.rows = state, np.arange(len(starts), dtype=np.int32)
+        tokens = max(counts)
+        self.positions = np.full((len(starts), tokens), -1, np.int32)
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            at = 0 if align == "left" else tokens - count
+            self.positions[row, at : at + count] = np.arange(start, start + count)
+        shape = (len(starts), max(lengths), kv_heads, dim)
+        self.k, self.v = random_values(self.rng, shape, dtype), random_values(self.rng, shape, dtype)
+        self.q = random_values(self.rng, (len(starts), tokens, heads, dim), q_dtype or jnp.float32)
+        old = np.arange(max(lengths), dtype=np.int32)
+        self.old = np.where(old < np.array(starts)[:, None], old, -1).astype(np.int32)
+        self.state = jax.jit(append, static_argnames="layer")(
+            self.state, "a", self.rows, self.old, self._values(self.k, self.v)
+        )
+        at = np.maximum(self.positions, 0)
+        self.values = self._values(*(jnp.asarray(np.asarray(a)[self.rows[:, None], at]) for a in (self.k, self.v)))
+
+    def _values(self, k, v):
+        if not self.fused:
+            return {"k": k, "v": v}
+        return {"kv": jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])}
+
+    def appended(self):
+        return jax.jit(append, static_argnames="layer")(self.state, "a", self.rows, self.positions, self.values)
+
+    def attend(self, state, **options):
+        return jax.jit(attend, static_argnames=OPTIONS)(
+            state, layer="a", rows=self.rows, positions=self.positions, q=self.q, **options
+        )
+
+    def expected(self, **options):
+        return oracle(self.q, self.positions, self.k, self.v, window=self.window, sinks=self.sinks, **options)
+
+    def check(self, out, tolerance=2e-5, **options):
+        assert out.shape == self.q.shape and out.dtype == self.q.dtype
+        np.testing.assert_allclose(np.asarray(out, np.float64), self.expected(**options), atol=tolerance, rtol=0)
+
+    def check_every_way(self, tolerance=2e-5, **options):
+        """From pages, with chunk= and no pages of the step's own tokens, and by append_attend."""
+        out = {key: value for key, value in options.items() if key != "missing"}
+        self.check(self.attend(self.appended(), **out), tolerance, **options)
+        self.check(self.attend(self.state, chunk=self.values, **out), tolerance, **options)
+        both, state = jax.jit(append_attend, static_argnames=OPTIONS)(
+            self.state, layer="a", rows=self.rows, positions=self.positions, q=self.q, values=self.values, **out
+        )
+        self.check(both, tolerance, **options)
+        chex.assert_trees_all_equal(*(jax.tree.leaves(jax.tree.map(np.nan_to_num, jax.tree.map(
+            lambda a: np.asarray(a).astype(np.float32), s.pools))) for s in (state, self.appended())))  # fmt: skip
+
+
+LAYERS = {"full": {}, "window": {"window": 6}, "window+sinks": {"window": 6, "sinks": 5}}
+STEPS = {"decode": ([20, 3, 0, 9], [1, 1, 1, 1]), "chunk": ([20, 3, 0, 9], [5, 6, 3, 1])}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_equals_the_oracle(layer, step, fused):
+    Case(*STEPS[step], fused=fused, **LAYERS[layer]).check_every_way()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("q_dtype", [jnp.float32, jnp.bfloat16], ids=["q=float32", "q=bfloat16"])
+def test_every_float_dtype(dtype, q_dtype):
+    case = Case([20, 3], [2, 1], dtype=dtype, q_dtype=q_dtype)
+    tolerance = max(TOLERANCE[np.dtype(dtype).name], TOLERANCE[np.dtype(q_dtype).name])
+    if q_dtype == jnp.float32:
+        tolerance = TOLERANCE["float32"]  # narrow K and V fit float32, so nothing is rounded
+    case.check_every_way(tolerance)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (8, 1), (40, 2)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_grouped_query_heads(heads, kv_heads, tokens):
+    Case([20, 3], [tokens] * 2, heads=heads, kv_heads=kv_heads).check_every_way()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.3}, {"softcap": 1.5}, {"sink_logits": [0.5, -1.0, 3.0, -np.inf]}, {"softcap": 2.0, "scale": 2.0}],
+    ids=lambda o: "+".join(o),
+)
+@pytest.mark.parametrize("layer", ["full", "window+sinks"])
+def test_scale_softcap_and_sink_logits(layer, options):
+    if "sink_logits" in options:
+        options = {"sink_logits": np.array(options["sink_logits"], np.float32)}
+    Case([20, 0, 9], [3, 2, 1], **LAYERS[layer]).check_every_way(**options)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("layer", ["full", "window+sinks"])
+def test_any_page_size(page_size, layer):
+    case = Case([20, 3], [2, 1], page_size=page_size, **LAYERS[layer])
+    case.check_every_way()
+
+
+def test_value_heads_may_have_another_size():
+    layer = AttentionLayer({"k": Buffer((2, 8), jnp.float32), "v": Buffer((2, 3), jnp.float32)})
+    rng, positions = np.random.default_rng(0), np.arange(5, dtype=np.int32)[None]
+    k, v, q = (random_values(rng, (1, 5, h, d), jnp.float32) for h, d in ((2, 8), (2, 3), (4, 8)))
+    out, _ = append_attend(make_state({"a": layer}, [5]), "a", np.array([0], np.int32), positions, q, {"k": k, "v": v})
+    assert out.shape == (1, 5, 4, 3)
+    np.testing.assert_allclose(out, oracle(q, positions, k, v), atol=2e-5)
+
+
+# ---- long rows: several blocks of keys, several tiles of queries --------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [{}, {"window": 100}, {"window": 100, "sinks": 20}], ids=LAYERS)
+@pytest.mark.parametrize("align", ["left", "right"])
+def test_several_tiles_and_blocks(layer, align):
+    case = Case([400, 0, 37], [1, 300, 520], heads=2, kv_heads=1, page_size=16, max_length=1024, pages=200, align=align,
+                **layer)  # fmt: skip
+    case.check_every_way()
+
+
+def test_long_decode_row_beside_short_ones():
+    Case([1000, 3, 130, 0], [1] * 4, page_size=16, max_length=1024, pages=200).check_every_way()
+
+
+# ---- masks --------------------------------------------------------------------------------------------------
+
+TREE = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], bool)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("align", ["left", "right"])
+@pytest.mark.parametrize("kind", ["tree", "bidirectional", "random"])
+def test_mask_replaces_causality_among_own_tokens(layer, align, kind):
+    case = Case([20, 3, 0], [5, 4, 2], align=align, **LAYERS[layer])
+    masks = {"tree": TREE, "bidirectional": np.ones((5, 5), bool), "random": case.rng.random((3, 5, 5)) < 0.5}
+    mask = np.broadcast_to(masks[kind], (3, 5, 5))
+    case.check_every_way(mask=mask)
+
+
+def test_mask_over_several_tiles():
+    case = Case([40, 0], [300, 290], heads=1, kv_heads=1, page_size=16, max_length=512, window=150)
+    case.check_every_way(mask=case.rng.random((2, 300, 300)) < 0.5)
+
+
+# ---- what is not there --------------------------------------------------------------------------------------
+
+
+def test_padding_gives_zeros_and_disturbs_nobody():
+    case = Case([20, 3, 9], [2, 2, 2])
+    state = case.appended()
+    expected = np.asarray(case.attend(state))
+    case.rows = np.array([0, -1, 2], np.int32)
+    case.positions[2] = [9, -1]
+    for options in ({}, {"chunk": case.values}):
+        out = np.asarray(case.attend(state, **options))
+        np.testing.assert_allclose(out[0], expected[0], atol=1e-6)
+        np.testing.assert_allclose(out[2, 0], expected[2, 0], atol=1e-6)
+        assert not out[1].any() and not out[2, 1].any()
+    case.rows = np.array([-1, -1, 99], np.int32)
+    assert not np.asarray(case.attend(state)).any()
+    assert not np.asarray(case.attend(state, chunk=case.values)).any()
+
+
+def test_padding_queries_of_nan_give_zeros():
+    case = Case([20, 3], [2, 1])
+    case.q = case.q.at[1, 1].set(jnp.nan)
+    case.check(case.attend(case.appended()))
+
+
+def test_keys_without_a_page_are_not_seen():
+    case = Case([20, 3], [2, 1])
+    state = case.appended()
+    table = np.asarray(state.page_tables["full"]).copy()
+    table[0, 1] = table[1, 0] = 0
+    missing = {(0, s) for s in range(4, 8)} | {(1, s) for s in range(4)}
+    case.check(case.attend(with_table(state, "full", table)), missing=missing)  # row 1 sees nothing: zeros
+    logits = np.zeros(4, np.float32)
+    case.check(case.attend(with_table(state, "full", table), sink_logits=logits), missing=missing, sink_logits=logits)
+
+
+def test_append_attend_without_pages_for_own_tokens():
+    case = Case([8, 4], [3, 3])
+    table = np.asarray(case.state.page_tables["full"]).copy()
+    table[0, 2:] = table[1, 1:] = 0
+    state = with_table(case.state, "full", table)
+    out, after = append_attend(state, "a", case.rows, case.positions, case.q, case.values)
+    case.check(out)
+    chex.assert_trees_all_equal(*(jax.tree.map(np.nan_to_num, jax.device_get(s.pools)) for s in (state, after)))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_f31_nan_anywhere_else_never_leaks(layer, dtype):
+    """Null page, foreign pages, rest of a recycled page and another row's data: make_state fills all with NaN."""
+    case = Case([20, 6, 9], [1, 1, 1], dtype=dtype, **LAYERS[layer])
+    state = case.appended()
+    expected = np.asarray(case.attend(state))
+    assert np.isfinite(expected).all()
+    other = np.asarray(table_for(state, "a", np.array([1], np.int32)))[0]
+    own = np.asarray(table_for(state, "a", np.array([0, 2], np.int32)))
+    assert not np.intersect1d(other[other > 0], own).size
+    values = jax.tree.map(lambda a: jnp.full_like(a[1:2], jnp.nan), case.values)
+    state = append(state, "a", np.array([1], np.int32), case.positions[1:2], values)  # row 1 goes astray
+    values = jax.tree.map(lambda a: a.at[1].set(jnp.nan), case.values)
+    for options in ({}, {"chunk": values}):
+        out = np.asarray(case.attend(state, **options))
+        np.testing.assert_allclose(out[[0, 2]], expected[[0, 2]], atol=1e-6)
+        assert np.isnan(out[1]).all()  # and a NaN of one's own is not hidden
+
+
+# ---- inside a decode loop -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("how", ["donated", "kept", "scan"])
+def test_decode_loop_equals_the_oracle(layer, how):
+    steps, case = 12, Case([0, 7], [12, 12], **LAYERS[layer])
+    last = int(case.positions.max()) + 1
+    # pages for the whole loop; those that fall out of the window on the way simply stay
+    table = np.zeros_like(np.asarray(next(iter(case.state.page_tables.values()))))
+    table[:, : -(-last // 4)] = 1 + np.arange(2 * -(-last // 4)).reshape(2, -1)
+    state = with_table(case.state, next(iter(case.state.page_tables)), table)
+    state = append(state, "a", case.rows, case.old, case._values(case.k, case.v))
+    xs = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0)[:, :, None], (jnp.asarray(case.positions), case.q, case.values))
+
+    @chex.assert_max_traces(1)
+    def step(state, x):
+        positions, q, values = x
+        out, state = append_attend(state, "a", case.rows, positions, q, values)
+        return state, out
+
+    if how == "scan":
+        state, out = jax.jit(lambda state, xs: jax.lax.scan(step, state, xs), donate_argnums=0)(state, xs)
+        out = out[:, :, 0]
+    else:
+        run, outs = jax.jit(step, donate_argnums=0 if how == "donated" else ()), []
+        with compilations() as compiled:
+            for i in range(steps):
+                x = jax.tree.map(lambda a, i=i: np.asarray(a[i]), xs)
+                state, out = run(state, x)
+                outs.append(out[:, 0])
+                if i == 0:
+                    jax.block_until_ready(out)
+                    first = len(compiled)
+        out = jnp.stack(outs)
+        assert first >= 1
+    np.testing.assert_allclose(jnp.moveaxis(out, 0, 1), case.expected(), atol=2e-5)
+
+
+def test_eager_equals_jit():
+    case = Case([20, 3], [2, 1])
+    state = case.appended()
+    out = attend(state, "a", case.rows, case.positions, case.q)
+    np.testing.assert_allclose(out, case.attend(state), atol=1e-6)
+    assert attend(state, "a", case.rows, case.positions[:, :0], case.q[:, :0]).shape == (2, 0, 4, 8)
+
+
+# ---- cost ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda d: np.dtype(d).name)
+def test_no_temporary_is_of_the_pools_size(dtype):
+    state = make_state({"a": AttentionLayer(kv_buffers(2, 64, dtype))}, [64] * 4, page_size=16, pages=4096)
+    rows, positions = jnp.arange(4, dtype=jnp.int32), jnp.full((4, 1), 63, jnp.int32)
+    q, values = jnp.zeros((4, 1, 4, 64), dtype), {"kv": jnp.zeros((4, 1, 4, 64), dtype)}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, q, values):
+        return append_attend(state, "a", rows, positions, q, values)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def steps(state, q, values):
+        def one(state, _):
+            out, state = append_attend(state, "a", rows, positions, q, values)
+            return state, out
+
+        return jax.lax.scan(one, state, length=3)
+
+    pool_bytes = state.pools[0][0]["kv"].nbytes
+    for run in (step, steps):
+        memory = run.lower(state, q, values).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < pool_bytes / 4
+        assert memory.alias_size_in_bytes >= pool_bytes
+
+
+def count_blocks(state, positions):
+    """Blocks of keys that one call folds, counted on the device by a callback."""
+    folds = []
+    original = jkv.attention._Reference._fold
+
+    def counted(self, softmax, *args):
+        jax.debug.callback(lambda: folds.append(1))
+        return original(self, softmax, *args)
+
+    q = jnp.zeros((*positions.shape, 2, 4))
+    jkv.attention._Reference._fold = counted
+    try:
+        jax.block_until_ready(attend(state, "a", np.arange(len(positions), dtype=np.int32), positions, q))
+        jax.effects_barrier()
+    finally:
+        jkv.attention._Reference._fold = original
+    return len(folds)
+
+
+def test_work_follows_what_the_batch_can_see():
+    """One row of 4,096 among fifteen of 64: its own blocks and one for each other row, not 16 times the longest."""
+    layer = {"a": AttentionLayer(kv_buffers(2, 4, jnp.float32))}
+    lengths = [4096] + [64] * 15
+    state = make_state(layer, lengths, max_length=8192, page_size=64, pages=128)
+    positions = np.array(lengths, np.int32)[:, None] - 1
+    assert count_blocks(state, positions) == 4096 // 256 + 15
+    assert count_blocks(state, np.full((16, 1), -1, np.int32)) == 0
+    window = {"a": AttentionLayer(kv_buffers(2, 4, jnp.float32), window=128, sinks=4)}
+    assert count_blocks(make_state(window, [4096], max_length=8192, page_size=64), np.array([[4095]], np.int32)) == 1
+
+
+# ---- errors -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def bad_calls():
+    state = make_state(
+        {
+            "a": AttentionLayer(kv_buffers(2, 8, jnp.float32)),
+            "int8": AttentionLayer(kv_buffers(2, 8, jnp.int8)),
+            "latent": AttentionLayer({"latent": Buffer((24,), jnp.float32)}),
+            "ssm": RecurrentLayer({"h": Buffer((3,), jnp.float32)}),
+        },
+        [8, 8],
+    )
+    rows, positions, q = np.array([0], np.int32), np.array([[3, 4]], np.int32), jnp.zeros((1, 2, 4, 8))
+
+    def call(layer="a", positions=positions, q=q, **options):
+        return lambda: attend(state, layer, rows, positions, q, **options)
+
+    return {
+        "unknown layer": (call("b"), "unknown layer 'b'"),
+        "recurrent": (call("ssm"), "attend: layer 'ssm' is recurrent"),
+        "int8": (call("int8"), r"'int8' has kv: int8\[4, 8\].*pool\(\.\.\.\) and table_for\(\.\.\.\)"),
+        "latent": (call("latent"), r"'latent' has latent: float32\[24\].*pool\(\.\.\.\) and table_for"),
+        "heads": (call(q=jnp.zeros((1, 2, 3, 8))), "q has 3 heads, not a multiple of layer 'a's 2 KV heads"),
+        "head dim": (call(q=jnp.zeros((1, 2, 4, 16))), r"q must be \[1, 2, H, 8\] for layer 'a', got \[1, 2, 4, 16\]"),
+        "rank of q": (call(q=jnp.zeros((2, 4, 8))), r"q must be \[1, 2, H, 8\]"),
+        "tokens of q": (call(q=jnp.zeros((1, 1, 4, 8))), r"q must be \[1, 2, H, 8\] .*got \[1, 1, 4, 8\]"),
+        "dtype of q": (call(q=jnp.zeros((1, 2, 4, 8), jnp.int32)), "q must have a float dtype, got int32"),
+        "positions": (call(positions=np.zeros(2, np.int32)), r"positions must be int32\[B, T\]"),
+        "mask shape": (call(mask=jnp.ones((2, 2), bool)), r"mask must be bool\[1, 2, 2\], got bool\[2, 2\]"),
+        "mask dtype": (call(mask=jnp.ones((1, 2, 2))), r"mask must be bool\[1, 2, 2\], got float32"),
+        "sink logits": (call(sink_logits=jnp.zeros(2)), r"sink_logits must be float\[4\], got float32\[2\]"),
+        "chunk": (call(chunk={"kv": jnp.zeros((1, 2, 2, 8))}), r"chunk\['kv'\] must be float32\[1, 2, 4, 8\]"),
+        "implementation": (call(implementation="fast"), 'implementation must be None or "reference", got \'fast\''),
+        "values": (
+            lambda: append_attend(state, "a", rows, positions, q, {"kv": jnp.zeros((1, 2, 4, 8), jnp.bfloat16)}),
+            r"values\['kv'\] must be float32\[1, 2, 4, 8\], got bfloat16",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", bad_calls().keys())
+def test_wrong_arguments_raise_config_errors_that_name_them(case):
+    call, message = bad_calls()[case]
+    with pytest.raises(ConfigError, match=message):
+        call()
