@@ -270,7 +270,7 @@ def make_steps(model: Model) -> Steps:
 MAX_SEQUENCES = 8
 MAX_LENGTH = 640
 PAGE_SIZE = 16
-PAGES = {"full": 72, f"window:{WINDOW}": 56, "recurrent": 32}  # too few for eight long requests at once, on purpose
+PAGES = {"full": 64, f"window:{WINDOW}": 96, "recurrent": 64}  # "full" is too small for eight long requests, on purpose
 CHUNKS = (16, 64)  # prefill runs in chunks, padded to one of these lengths
 STOP = 64  # the id that ends an answer; random weights choose this one now and then
 PAUSE = 6  # turns of the loop between an answer and the user's next message
@@ -681,7 +681,7 @@ def report(result: Result, quiet: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 1 if any token is wrong."""
     parser = argparse.ArgumentParser(description="Serve a small hybrid model through jkv and check every token.")
-    parser.add_argument("--requests", type=int, default=24, help="requests to serve (default: 24)")
+    parser.add_argument("--requests", type=int, default=32, help="requests to serve (default: 32)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the traffic (default: 0)")
     parser.add_argument("--quiet", action="store_true", help="print the verdict only")
     parser.add_argument("--sync", action="store_true", help="wait for each step's ids before the next step")

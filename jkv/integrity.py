@@ -1,16 +1,16 @@
-"""Verifies the tree's invariants against a recount: what `CacheManager.check` runs."""
+"""Verifies the host half's invariants against a recount: what `CacheManager.check` runs."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
 from jkv.errors import IntegrityError
-from jkv.radix import HELD, NEEDED, NO_SLOT, Node, path_to, spans
+from jkv.pages import EvictionOrder
+from jkv.radix import HELD, NEEDED, NO_SLOT, Node, pages_on, path_to, spans
 from jkv.retention import Retention
+from jkv.sequence import Host, Sequence
 
-HeldPath = tuple[Node, Sequence[tuple[int, int, int]]]
+HeldPath = tuple[Node, list[tuple[int, int, int]]]  # deepest node; window pages: (group, first, stop)
 
 
 def demand(condition: object, message: str) -> None:
@@ -19,7 +19,82 @@ def demand(condition: object, message: str) -> None:
         raise IntegrityError(message)
 
 
-def check_tree(tree: Retention, paths: Sequence[HeldPath]) -> list[list[np.ndarray]]:
+def check_host(host: Host) -> None:
+    """Every page and slot has exactly one owner, and tree, sequences and rows agree with each other.
+
+    Raises:
+      IntegrityError: names the broken invariant.
+    """
+    started = [seq for seq in host.sequences if seq._node is not None]
+    owned = check_tree(host.tree, [_held_path(seq) for seq in started])
+    for seq in host.sequences:
+        _check_lengths(seq)
+    for seq in started:
+        _check_table(host, seq)
+        for parts, pages in zip(owned, _private_pages(host, seq), strict=True):
+            parts.append(pages)
+    for pool, parts in zip(host.pools, owned, strict=True):
+        everything = np.concatenate([*parts, pool.free_pages()]).astype(np.int64)
+        counts = np.bincount(everything, minlength=pool.total + 1)
+        lost, shared = np.flatnonzero(counts[1:] == 0) + 1, np.flatnonzero(counts > 1)
+        sane = len(counts) == pool.total + 1 and not counts[0] and not len(lost) and not len(shared)
+        demand(sane, f"pool {pool.name!r}: pages without an owner {lost.tolist()}, with two {shared.tolist()}")
+    vacant = [row for row, owner in enumerate(host.rows) if owner is None]
+    demand(sorted(host.free_rows) == vacant, f"free rows {sorted(host.free_rows)}, rows without a sequence {vacant}")
+    for row, owner in enumerate(host.rows):
+        slot = NO_SLOT if owner is None else owner.slot
+        demand(host.slots[row] == slot, f"row {row}: live slot {host.slots[row]}, its sequence has {slot}")
+
+
+def _held_path(seq: Sequence) -> HeldPath:
+    """The deepest node that `seq` holds, and the window pages it holds."""
+    ranges = []
+    for group in seq._host.tree.windows:
+        ranges += [(group.ordinal, first, stop) for first, stop in seq._live_ranges(group, 0, seq._tree_pages)]
+    return seq._node, ranges
+
+
+def _private_pages(host: Host, seq: Sequence) -> list[np.ndarray]:
+    """Per pool the page ids and slots that `seq` owns."""
+    pages: list[list[int]] = [[] for _ in host.pools]
+    for group in host.tree.groups:
+        entries = seq.table(group.ordinal)[seq._tree_pages :]
+        pages[group.pool].extend(entries[entries > 0].tolist())
+    if host.tree.state_pool is not None:
+        live = [] if seq._lent is not None else [seq.slot]
+        pages[host.tree.state_pool.ordinal].extend([*live, *seq._pending.values()])
+    return [np.array(ids, np.int32) for ids in pages]
+
+
+def _check_lengths(seq: Sequence) -> None:
+    demand(seq.committed <= seq.length <= seq.capacity, f"{seq!r}: committed <= length <= capacity does not hold")
+    if seq._node is None:
+        empty = not seq.capacity and seq.slot == NO_SLOT and seq.row is None
+        demand(empty, f"{seq!r} holds something before its first resume")
+        return
+    page_size = seq._host.layout.page_size
+    end = seq._node.start if seq._lends_tail else seq._node.end
+    agree = end == seq._published * page_size and seq.committed == end + len(seq._partial)
+    demand(agree, f"{seq!r}: a path of {end} tokens, {seq._published} published pages, {len(seq._partial)} tokens more")
+
+
+def _check_table(host: Host, seq: Sequence) -> None:
+    """The page table shows the tree's live pages, then private ones, then nothing."""
+    shared, stop = seq._tree_pages, -(-seq.capacity // host.layout.page_size)
+    for group in host.tree.groups:
+        table = seq._tables[group.ordinal]
+        expected = np.zeros(shared, np.int32)
+        for first, last in seq._live_ranges(group, 0, shared):
+            expected[first:last] = pages_on(seq._node, group.ordinal, first, last)
+        what = f"{seq!r}: group {group.name!r}"
+        demand(
+            np.array_equal(table[:shared], expected), f"{what}: table {table.tolist()}, the tree {expected.tolist()}"
+        )
+        private = table[max(shared, seq._live_from[group.ordinal]) : stop]
+        demand((private > 0).all() and not table[stop:].any(), f"{what}: wrong private part of {table.tolist()}")
+
+
+def check_tree(tree: Retention, paths: list[HeldPath]) -> list[list[np.ndarray]]:
     """Verifies structure, keys, counters and eviction queues.
 
     Args:
@@ -65,12 +140,12 @@ def check_tree(tree: Retention, paths: Sequence[HeldPath]) -> list[list[np.ndarr
         demand(count == pool.tree, f"pool {pool.name!r}: {count} pages in the tree, the counter says {pool.tree}")
         recount = held[pool.ordinal]
         demand(recount == pool.held, f"pool {pool.name!r}: {recount} held pages, the counter says {pool.held}")
-        _check_order(tree, pool.order, known)
+        _check_order(pool.order, known)
     return owned
 
 
 def _recount(
-    tree: Retention, nodes: Sequence[Node], paths: Sequence[HeldPath]
+    tree: Retention, nodes: list[Node], paths: list[HeldPath]
 ) -> tuple[dict[Node, int], dict[tuple[Node, int], np.ndarray]]:
     """Holders per node, and uses per (node, window group), from the sequences and the endpoints."""
     holders: dict[Node, int] = {}
@@ -95,7 +170,7 @@ def _recount(
     return holders, uses
 
 
-def _check_order(tree: Retention, order, known: set[Node]) -> None:
+def _check_order(order: EvictionOrder, known: set[Node]) -> None:
     """Queues and ranks name only what is still in the tree."""
     for node, _ in order.unneeded:
         demand(node in known, "an unlinked node is queued for eviction")

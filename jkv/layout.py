@@ -187,7 +187,7 @@ def make_layout(config: CacheConfig) -> Layout:
     if tier.bytes is not None:
         counts = _split_bytes(tier.bytes, pools, config)
     else:
-        counts = _given_pages(tier.pages, pools, list(members))
+        counts = _given_pages(tier.pages or 0, pools, list(members))
     for pool, count in zip(pools, counts, strict=True):
         if pool.recurrent and count < config.max_sequences:
             raise ConfigError(
@@ -207,9 +207,9 @@ def make_layout(config: CacheConfig) -> Layout:
         first = config.layers[layers[0]]
         window = first.window if isinstance(first, AttentionLayer) else None
         sinks = first.sinks if isinstance(first, AttentionLayer) else 0
-        pool = pool_by_group[name]
-        group = Group(name, ordinal, tuple(layers), window, sinks, pool.recurrent, pool.ordinal)
-        groups.append(group)
+        owner = pool_by_group[name]
+        member = Group(name, ordinal, tuple(layers), window, sinks, owner.recurrent, owner.ordinal)
+        groups.append(member)
         for index, layer in enumerate(layers):
-            places[layer] = LayerPlace(group, pool.ordinal, index, config.layers[layer].buffers)
+            places[layer] = LayerPlace(member, owner.ordinal, index, config.layers[layer].buffers)
     return Layout(config, tuple(groups), tuple(pools), places, max_pages)

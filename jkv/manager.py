@@ -12,12 +12,12 @@ import numpy as np
 
 from jkv.apply import apply
 from jkv.config import CacheConfig, Scope, as_tokens, require_int
-from jkv.errors import ConfigError, IntegrityError, SequenceStateError
-from jkv.integrity import check_tree
+from jkv.errors import ConfigError, SequenceStateError
+from jkv.integrity import check_host
 from jkv.layout import make_layout
 from jkv.pages import PagePool
 from jkv.plan import PlanBuilder
-from jkv.radix import NO_SLOT, Match
+from jkv.radix import Match
 from jkv.retention import Retention
 from jkv.sequence import Host, Sequence, Status
 from jkv.state import CacheState, init_state
@@ -255,28 +255,4 @@ class CacheManager:
         Raises:
           IntegrityError: names the broken invariant.
         """
-        host = self._host
-        paths = [path for seq in host.sequences if (path := seq.held_path()) is not None]
-        owned = check_tree(host.tree, paths)
-        for seq in host.sequences:
-            seq.check()
-            for pool, pages in enumerate(seq.private_pages()):
-                owned[pool].append(pages)
-        for pool, parts in zip(host.pools, owned, strict=True):
-            everything = np.concatenate([*parts, pool.free_pages()]) if parts else pool.free_pages()
-            if not np.array_equal(np.sort(everything), np.arange(1, pool.total + 1)):
-                counts = np.bincount(everything.astype(np.int64), minlength=pool.total + 1)
-                lost = np.flatnonzero(counts[1:] == 0) + 1
-                shared = np.flatnonzero(counts > 1)
-                raise IntegrityError(
-                    f"pool {pool.name!r}: pages without an owner {lost.tolist()}, with two {shared.tolist()}"
-                )
-        rows = [row for row, seq in enumerate(host.rows) if seq is None]
-        if sorted(host.free_rows) != rows:
-            raise IntegrityError(f"free rows {sorted(host.free_rows)}, rows without a sequence {rows}")
-        for row, seq in enumerate(host.rows):
-            expected = NO_SLOT if seq is None else seq.slot
-            if host.slots[row] != expected:
-                raise IntegrityError(f"row {row}: live slot {host.slots[row]}, its sequence has {expected}")
-
-
+        check_host(self._host)

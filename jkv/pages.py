@@ -35,8 +35,8 @@ class EvictionOrder:
     """
 
     def __init__(self) -> None:
-        self.unneeded: OrderedDict[Hashable, None] = OrderedDict()
-        self.superseded: OrderedDict[Hashable, None] = OrderedDict()
+        self.unneeded: OrderedDict[tuple[Any, int], None] = OrderedDict()  # (node, group)
+        self.superseded: OrderedDict[Any, None] = OrderedDict()
         self.level = 0
         self._heap: list[tuple[int, int, int, Any, int]] = []  # priority, score, serial, item, level at last use
         self._serials: dict[Any, int] = {}  # item -> serial of its valid heap entry

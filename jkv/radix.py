@@ -411,7 +411,8 @@ class RadixTree:
             return None, 0
         at = keys.bisect_left(query)
         after = at + 1 if query in node.children and len(query) == 4 * self.page_size else at
-        best, most = None, 0
+        best: Node | None = None
+        most = 0
         for i in (at - 1, after):
             if 0 <= i < len(keys):
                 key = keys[i]

@@ -32,8 +32,8 @@ class Retention(RadixTree):
         super().__init__(layout)
         self.pools = pools
         self.group_pools = [pools[group.pool] for group in self.groups]
-        self.full_pool = None if self.full is None else self.group_pools[self.full]
         recurrent = layout.recurrent_pool
+        self.full_pool = None if self.full is None else self.group_pools[self.full]
         self.state_pool = pools[recurrent.ordinal] if recurrent else None
         self.min_snapshot = bool(layout.config.min_snapshot)
         # orders of the pools in which an endpoint by itself keeps something from others
@@ -64,9 +64,7 @@ class Retention(RadixTree):
             self._count_in(node, group, pool, ids)
         return node
 
-    def extend(
-        self, node: Node, tokens: np.ndarray, pages: Sequence[np.ndarray], live_from: Sequence[int]
-    ) -> None:
+    def extend(self, node: Node, tokens: np.ndarray, pages: Sequence[np.ndarray], live_from: Sequence[int]) -> None:
         """Hands whole private pages over to the end of `node`, which only the caller holds and nobody extends."""
         old = self.num_pages(node)
         node.tokens = grown(node.tokens, node.size, tokens)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jkv.config import Scope, as_tokens, require_int
-from jkv.errors import ConfigError, IntegrityError, OutOfPagesError, SequenceStateError
+from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.layout import Group, Layout
 from jkv.pages import PagePool
 from jkv.plan import ZERO, PlanBuilder
@@ -82,9 +82,7 @@ class Sequence:
       capacity: token positions that have pages. committed <= length <= capacity.
     """
 
-    def __init__(
-        self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool
-    ):
+    def __init__(self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool):
         self._host = host
         self._prompt = tokens
         self._scope = host.key(scope)
@@ -186,9 +184,7 @@ class Sequence:
             g, table = group.ordinal, self._tables[group.ordinal]
             own[group.pool] += int(np.count_nonzero(table[self._tree_pages :]))
             if group.window is None:
-                own[group.pool] += sum(
-                    host.tree.num_pages(node) for node in path_to(self._node) if node.holders == 1
-                )
+                own[group.pool] += sum(host.tree.num_pages(node) for node in path_to(self._node) if node.holders == 1)
             else:
                 own[group.pool] += sum(
                     host.tree.solely_held_window(self._node, g, first, stop)
@@ -826,52 +822,6 @@ class Sequence:
         """The live state's slot; 0 without recurrent layers."""
         return self._slot
 
-    def held_path(self) -> tuple[Node, list[tuple[int, int, int]]] | None:
-        """The deepest node held, and the window pages held: (group, first, stop); None: nothing is held."""
-        if self._node is None:
-            return None
-        windows = self._host.tree.windows
-        return self._node, [(w.ordinal, first, stop) for w in windows for first, stop in self._live_ranges(w, 0, self._tree_pages)]
-
-    def private_pages(self) -> list[np.ndarray]:
-        """Per pool the page ids and slots that this sequence owns."""
-        pages: list[list[int]] = [[] for _ in self._host.pools]
-        if self._node is not None:
-            for group in self._host.layout.attention_groups:
-                entries = self.table(group.ordinal)[self._tree_pages :]
-                pages[group.pool].extend(entries[entries > 0].tolist())
-            if self._slot != NO_SLOT:
-                live = [] if self._lent is not None else [self._slot]
-                pages[self._host.tree.state_pool.ordinal].extend([*live, *filter(None, self._pending.values())])
-        return [np.array(ids, np.int32) for ids in pages]
-
-    def check(self) -> None:
-        """Raises IntegrityError unless lengths and page table agree with what the path owns."""
-        page_size = self._host.layout.page_size
-        if not self.committed <= self.length <= self.capacity:
-            raise IntegrityError(f"{self!r}: committed <= length <= capacity does not hold")
-        if self._node is None:
-            if self.capacity or self._slot != NO_SLOT or self.row is not None:
-                raise IntegrityError(f"{self!r} holds something before its first resume")
-            return
-        path_end = self._node.start if self._lends_tail else self._node.end
-        if path_end != self._published * page_size or self.committed != path_end + len(self._partial):
-            raise IntegrityError(f"{self!r}: path of {path_end} tokens, {self._published} published pages")
-        for group in self._host.tree.groups:
-            g, table = group.ordinal, self._tables[group.ordinal]
-            expected = np.zeros(self._tree_pages, np.int32)
-            for first, stop in self._live_ranges(group, 0, self._tree_pages):
-                expected[first:stop] = pages_on(self._node, g, first, stop)
-            if not np.array_equal(table[: self._tree_pages], expected):
-                raise IntegrityError(f"{self!r}: group {group.name!r} has {table[: self._tree_pages].tolist()} in its "
-                                     f"table, the tree {expected.tolist()}")
-            first = max(self._tree_pages, self._live_from[g])
-            if group.window is None:
-                first = self._tree_pages
-            private = table[first : self._num_pages(self.capacity)]
-            if (private <= 0).any() or table[self._num_pages(self.capacity) :].any():
-                raise IntegrityError(f"{self!r}: group {group.name!r} has a wrong private part: {table.tolist()}")
-
     def table(self, group: int) -> np.ndarray:
         """This sequence's page ids in the attention group of that ordinal: int32[pages]."""
         return self._tables[group][: self._num_pages(self.capacity)]
@@ -880,4 +830,3 @@ class Sequence:
         """`prepare` has listed this sequence: a step may be dispatched now."""
         self._prepared = self.capacity
         self._in_flight = self.capacity > self.length
-
