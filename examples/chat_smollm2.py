@@ -333,7 +333,7 @@ class Engine:
         self.params, self.stop_token, self.batch, self.max_length = params, stop_token, batch, max_length
         self.chunk_sizes = sorted(chunk_sizes)
 
-        # Merging inside the jitted function costs nothing per call; nnx.jit would walk the whole module each time.
+        # nnx.merge runs while JAX traces, so it costs nothing per call; nnx.jit would walk the module at each.
         def step(
             params: nnx.State, state: jkv.CacheState, rows: jax.Array, tokens: jax.Array, positions: jax.Array
         ) -> tuple[jax.Array, jkv.CacheState]:
@@ -343,9 +343,12 @@ class Engine:
         self._step = jax.jit(step, donate_argnames="state")  # donated: the cache is updated in place
 
     def warm_up(self) -> None:
-        """Compiles the step for every shape, on padding alone: it reads nothing and writes nowhere."""
+        """Compiles all that the first turns would otherwise wait for."""
         for shape in [(1, size) for size in self.chunk_sizes] + [(self.batch, 1)]:
-            self._run(np.zeros(0, np.int32), [], [], shape)
+            self._run(np.zeros(0, np.int32), [], [], shape)  # padding alone: reads nothing, writes nowhere
+        for last in (1, 2):  # the second prompt reuses a part of the first one's page: a copy
+            self.generate([[0, 0, 0, last]], max_new_tokens=2)
+        self.manager.clear()
 
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, on_token: Callable[[Turn], None] = lambda turn: None

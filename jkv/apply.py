@@ -67,8 +67,14 @@ def _with_tables(state: CacheState, tables: Tables | None) -> CacheState:
 
 
 def _replaced(old: dict[str, jax.Array], new: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """`new` placed as `old` is: another sharding, or none committed to, would recompile the user's step."""
-    return {name: jax.device_put(new[name], old[name].sharding) for name in old}
+    """`new` placed as `old` is: another sharding, or none committed to, would recompile the user's step.
+
+    The old arrays are deleted as if donated, so that going on with the old state is an error, not stale tables.
+    """
+    placed = {name: jax.device_put(new[name], array.sharding) for name, array in old.items()}
+    for array in old.values():
+        array.delete()
+    return placed
 
 
 def _set_entries(tables: Tables, entries: jax.Array, count: jax.Array) -> Tables:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 
 from jkv.apply import apply
@@ -222,8 +221,10 @@ class CacheManager:
     def _check_state(self, state: CacheState) -> None:
         if not isinstance(state, CacheState) or state.layout is not self.layout:
             raise SequenceStateError("prepare: this state was not made by this manager's init")
-        for leaf in jax.tree.leaves(state):
-            if leaf.is_deleted():
+        # one array of each part that a call donates as a whole
+        (first_buffer, *_) = state.pools[0][0].values()
+        for array in (first_buffer, *state.page_tables.values(), *state.state_slots.values()):
+            if array.is_deleted():
                 raise SequenceStateError(
                     "prepare: this state was donated to an earlier call; pass the state that call returned"
                 )

@@ -20,7 +20,9 @@ What the tree holds, needs and gives up is `retention.py`'s business. NumPy only
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from sortedcontainers import SortedList
 
 from jkv.layout import Group, Layout
 
+_position = attrgetter("position")
 NO_SLOT = 0
 NO_TOKENS = np.empty(0, np.int32)
 HELD = 1
@@ -105,11 +108,15 @@ class Node:
     def end(self) -> int:
         return self.start + self.size
 
+    def endpoints_upto(self, position: int) -> int:
+        """How many of this node's endpoints are at `position` or above."""
+        return bisect_right(self.endpoints, position, key=_position)
+
     def endpoint_at(self, position: int) -> Endpoint | None:
         """The endpoint of this node at `position`."""
-        for endpoint in self.endpoints:
-            if endpoint.position == position:
-                return endpoint
+        count = self.endpoints_upto(position)
+        if count and self.endpoints[count - 1].position == position:
+            return self.endpoints[count - 1]
         return None
 
 
@@ -287,7 +294,7 @@ class RadixTree:
         node.tokens, node.size = node.tokens[size : node.size].copy(), node.size - size
         node.key = node.tokens[: self.page_size].tobytes()
 
-        cut = next((i for i, e in enumerate(node.endpoints) if e.position > head.end), len(node.endpoints))
+        cut = node.endpoints_upto(head.end)
         head.endpoints, node.endpoints = node.endpoints[:cut], node.endpoints[cut:]
         for endpoint in head.endpoints:
             endpoint.node = head
@@ -491,7 +498,7 @@ class RadixTree:
     def _fit_state(self, path: list[Node], length: int) -> tuple[int, Endpoint | None]:
         """The deepest endpoint on `path` at most `length` whose window pages are all there."""
         for node in reversed(path):
-            for endpoint in reversed(node.endpoints):
+            for endpoint in reversed(node.endpoints[: node.endpoints_upto(length)]):
                 position = endpoint.position
                 if position > length or (not self.partial_reuse and position % self.page_size):
                     continue
@@ -521,9 +528,11 @@ class RadixTree:
             if length < least:
                 name, least = group.name, length
         if self.recurrent:
+            deepest = 0
             for node in reversed(path):
-                for endpoint in reversed(node.endpoints):
-                    if endpoint.position <= upper:
-                        return "recurrent" if endpoint.position < least else name
-            return "recurrent" if least > 0 else name
+                if count := node.endpoints_upto(upper):
+                    deepest = node.endpoints[count - 1].position
+                    break
+            if deepest < least:
+                return "recurrent"
         return name

@@ -37,7 +37,7 @@ class Retention(RadixTree):
         self.state_pool = pools[recurrent.ordinal] if recurrent else None
         self.min_snapshot = bool(layout.config.min_snapshot)
         # orders of the pools in which an endpoint by itself keeps something from others
-        ranked = {group.pool for group in self.windows} | ({recurrent.ordinal} if recurrent else set())
+        ranked = {group.pool for group in self.history_windows} | ({recurrent.ordinal} if recurrent else set())
         self.endpoint_orders = [pools[ordinal].order for ordinal in sorted(ranked)]
         self.snapshots_evicted = 0
 
@@ -224,10 +224,7 @@ class Retention(RadixTree):
     def add_endpoint(self, node: Node, position: int, slot: int, priority: int) -> Endpoint:
         """Leaves `position` resumable; `slot` (or NO_SLOT) becomes the tree's."""
         endpoint = Endpoint(node, position, slot, priority)
-        at = len(node.endpoints)
-        while at and node.endpoints[at - 1].position > position:
-            at -= 1
-        node.endpoints.insert(at, endpoint)
+        node.endpoints.insert(node.endpoints_upto(position), endpoint)
         self._mark(endpoint)
         for group in self.windows:
             for current, a, b in self._needed_spans(endpoint, group):
@@ -310,15 +307,15 @@ class Retention(RadixTree):
                 idle = uses == 0
                 idle &= current.pages[group.ordinal][a:b] >= 0
                 self._let_idle_go(current, group.ordinal, a, idle)
+        endpoint.node = None  # chains of lost endpoints keep no nodes
         self.settle(node)
 
     def _gain(self, node: Node, position: int) -> int:
         """Tokens that losing `position` costs: down to the next endpoint above it on the path."""
         current: Node | None = node
         while current is not None:
-            for endpoint in reversed(current.endpoints):
-                if endpoint.position < position:
-                    return position - endpoint.position
+            if count := current.endpoints_upto(position - 1):
+                return position - current.endpoints[count - 1].position
             current = current.parent
         return position
 

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+import jkv
 from jkv.errors import IntegrityError
 from jkv.layout import Pool
 from jkv.pages import EvictionOrder, PagePool
@@ -265,3 +266,46 @@ def test_random_ranks_against_sorting():
                 assert evict(order) == wanted
                 del ranks[wanted]
         assert set(order.items()) == set(ranks)
+
+
+# ------------------------------------------------------------------------------------------------ the three classes
+
+
+def host_only(manager, seq, ids, **options):
+    """reserve, the plan for prepare, commit; no device."""
+    assert seq.reserve(len(ids))
+    manager._host.builder.build()
+    manager._host.builder.clear()
+    seq.prepared()
+    seq.commit(ids, **options)
+
+
+def test_first_the_unneeded_then_the_superseded_then_the_rest():
+    """12 tokens with endpoints at 4 and 12, window 4, page size 2. What needs each window page:
+
+    page        0    1    2    3    4    5
+    endpoint    4    4    -    -   12   12        4 is superseded: its chain went on to 12
+    """
+    layers = {
+        "full": jkv.AttentionLayer(jkv.kv_buffers(1, 2, np.float32)),
+        "window": jkv.AttentionLayer(jkv.kv_buffers(1, 1, np.float32), window=4),
+    }
+    tier = jkv.DeviceTier(pages={"full": 20, "window:4": 6})
+    manager = jkv.CacheManager(jkv.CacheConfig(layers, 1, 64, page_size=2, min_snapshot=False, tiers=(tier,)))
+    seq = manager.open()
+    assert seq.resume()
+    host_only(manager, seq, range(4), snapshot=True)
+    host_only(manager, seq, range(4, 12))
+    seq.close()
+    manager.check()
+    tree, pool = manager._host.tree, manager._host.pools[1]
+    assert pool.free == 0 and pool.evictable == 6
+    (node,) = [node for node in tree.nodes() if node.size]
+    held, gone = [], [set()]
+    for _ in range(6):
+        held.append(tree.allocate_one(pool))
+        gone.append(set(np.flatnonzero(node.pages[1] < 0).tolist()))
+    assert gone[1] < gone[2] == {2, 3} and gone[3] < gone[4] == {0, 1, 2, 3} and gone[5] < gone[6] == set(range(6))
+    for page in held:
+        pool.release_one(page)
+    manager.check()
