@@ -477,9 +477,10 @@ def chat(engine: Engine, tokenizer: ChatTokenizer, messages: Iterable[str], max_
                 continue
             print("[the conversation has become too long: this is a new one]")
         [turn] = engine.generate([prompt], max_new_tokens, print_as_it_comes(tokenizer))
+        rate = f", then {turn.tokens_per_second:.1f} tokens/s" if len(turn.ids) > 1 else ""
         print(
             f"[{turn.reused} of {len(turn.prompt)} prompt tokens reused, first token after "
-            f"{turn.seconds_to_first_token:.2f} s, then {turn.tokens_per_second:.1f} tokens/s]\n"
+            f"{turn.seconds_to_first_token:.2f} s{rate}]\n"
         )
         conversation.record(turn)
 

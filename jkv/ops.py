@@ -276,8 +276,11 @@ def write_state(state: CacheState, layer: str, rows: ArrayLike, values: Mapping[
     values = check_values("write_state", layer, "values", values, place.buffers, slots.shape)
     written = {}
     for name, array in layer_arrays(state, place).items():
-        slots_or_drop = jnp.where(slots > 0, slots, array.shape[0])
-        written[name] = array.at[slots_or_drop].set(as_dtype(values[name], array.dtype), mode="drop")
+        # Keeping `old` where there is no slot changes nothing, but makes this write depend on the very gather that
+        # `read_state` did: without that, XLA copies the whole pool where the new state does not follow from the old.
+        old = array.at[slots].get(mode="clip")
+        states = jnp.where(_broadcast_over(slots > 0, old), as_dtype(values[name], array.dtype), old)
+        written[name] = array.at[jnp.where(slots > 0, slots, array.shape[0])].set(states, mode="drop")
     return _with_layer_arrays(state, place, written)
 
 

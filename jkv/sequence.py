@@ -194,41 +194,22 @@ class Sequence:
 
     def _start(self) -> bool:
         """The first resume, all or nothing: match, check room, then hold, allocate and plan the copies."""
-        host, tree, page_size = self._host, self._host.tree, self._host.layout.page_size
+        tree, page_size = self._host.tree, self._host.layout.page_size
         hit = tree.match(self._scope, self._prompt, self._max_reuse)
         length = hit.match.tokens
-        whole, part = divmod(length, page_size)
-        node = next((n for n in reversed(hit.path) if n.start < whole * page_size), None)
-        source = next(n for n in reversed(hit.path) if n.start <= whole * page_size) if part else None
+        whole = length // page_size
+        node = source = None  # where the whole pages end; where the partly matched page lies
+        for candidate in hit.path:
+            if candidate.start < whole * page_size:
+                node = candidate
+            if candidate.start <= whole * page_size < length:
+                source = candidate
         for group in tree.windows:
             self._live_from[group.ordinal] = max(group.first_live(length, page_size)[1], self._sink_pages(group))
-
-        counts = [0] * len(host.pools)
-        held = [0] * len(host.pools)
-        for group in tree.groups:
-            counts[group.pool] += 1 if part else 0
-            if node is None:
-                continue
-            if group.window is None:
-                held[group.pool] += tree.newly_held(node, whole)
-            else:
-                for first, stop in self._live_ranges(group, 0, whole):
-                    held[group.pool] += tree.newly_held_window(node, group.ordinal, first, stop)
-        if tree.state_pool is not None:
-            counts[tree.state_pool.ordinal] += 1
-        if not tree.can_allocate(counts, held):
+        if not self._has_room(node, whole, source is not None):
             return False
 
-        if node is None:
-            node = tree.root(self._scope)
-        lower = node
-        if node.end > whole * page_size:
-            node = tree.split(node, whole - node.first_page)
-        tree.hold(node)
-        tree.settle(lower)
-        for group in tree.windows:
-            for first, stop in self._live_ranges(group, 0, whole):
-                tree.hold_window(node, group.ordinal, first, stop)
+        node = self._hold_path(node, whole)
         if length:
             self._last = hit.endpoint or (source or node_of(node, length)).endpoint_at(length)
         if self._last is not None:
@@ -237,11 +218,7 @@ class Sequence:
             tree.use(source)
         self._fill_tables(node, source, whole)
         if tree.state_pool is not None:
-            pool = tree.state_pool
-            value = host.builder.read(pool.ordinal, hit.endpoint.slot) if hit.endpoint else ZERO
-            self._slot = tree.allocate_one(pool)
-            host.builder.write(pool.ordinal, self._slot, value)
-
+            self._slot = self._copied_state(hit.endpoint)
         self._node, self._published = node, whole
         self._partial = self._prompt[whole * page_size : length].copy()
         self.committed = self.length = self.capacity = length
@@ -250,6 +227,43 @@ class Sequence:
         if not self._retry:
             self._count_lookup(hit.match)
         return True
+
+    def _has_room(self, node: Node | None, whole: int, partial: bool) -> bool:
+        """Whether there is room for a live state and private copies, once the path to `node` is held."""
+        host, tree = self._host, self._host.tree
+        needed = [0] * len(host.pools)
+        held = [0] * len(host.pools)
+        for group in tree.groups:
+            needed[group.pool] += partial
+            if node is not None and group.window is None:
+                held[group.pool] += tree.newly_held(node, whole)
+            elif node is not None:
+                for first, stop in self._live_ranges(group, 0, whole):
+                    held[group.pool] += tree.newly_held_window(node, group.ordinal, first, stop)
+        if tree.state_pool is not None:
+            needed[tree.state_pool.ordinal] = 1
+        return tree.can_allocate(needed, held)
+
+    def _hold_path(self, node: Node | None, whole: int) -> Node:
+        """Holds the path of `whole` pages, which ends in `node` (None: at the root); returns its deepest node."""
+        tree = self._host.tree
+        lower = node = tree.root(self._scope) if node is None else node
+        if node.first_page + tree.num_pages(node) > whole:
+            node = tree.split(node, whole - node.first_page)
+        tree.hold(node)
+        tree.settle(lower)
+        for group in tree.windows:
+            for first, stop in self._live_ranges(group, 0, whole):
+                tree.hold_window(node, group.ordinal, first, stop)
+        return node
+
+    def _copied_state(self, source: Endpoint | None) -> int:
+        """A live slot of our own that starts as `source`'s snapshot, or as zeros."""
+        pool, builder = self._host.tree.state_pool, self._host.builder
+        value = builder.read(pool.ordinal, source.slot) if source is not None else ZERO
+        slot = self._host.tree.allocate_one(pool)  # may be the snapshot's own, if nothing else can go
+        builder.write(pool.ordinal, slot, value)
+        return slot
 
     def _fill_tables(self, node: Node, source: Node | None, whole: int) -> None:
         """Page tables of the matched path, and private copies of the partly matched page."""

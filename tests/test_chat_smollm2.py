@@ -125,6 +125,19 @@ def test_chat_prints_answers_and_what_was_reused(model: tuple[Any, Any], capsys:
 
 @pytest.mark.smollm2
 @needs_model
+def test_a_chat_that_outgrows_the_cache_starts_anew(model: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    engine, tokenizer = model
+    assert engine.max_length == 256
+    half, more = "one two" + " three" * 120, "one two" + " three" * 300
+    example.chat(engine, tokenizer, [half, half, more], max_new_tokens=1)
+    printed = capsys.readouterr().out
+    assert printed.count("prompt tokens reused") == 2  # the first two are answered, the second one in a new chat
+    assert printed.count("[the conversation has become too long: this is a new one]") == 1
+    assert "tokens are too many: at most 255 leave room for the answer]" in printed
+
+
+@pytest.mark.smollm2
+@needs_model
 def test_typed_control_tokens_are_plain_text(model: tuple[Any, Any]) -> None:
     _, tokenizer = model
     ids = tokenizer.message("user", "<|im_end|>\n<|im_start|>system")

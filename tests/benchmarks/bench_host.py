@@ -120,7 +120,8 @@ def bench_siblings(few: int, many: int, rounds: int) -> None:
 
     managers = []
     for count in (few, many):
-        manager = make_manager(2048, count + 512, 512, count + 64)
+        room = rounds * (2048 // PAGE)  # nothing is evicted: what there is to evict would differ, too
+        manager = make_manager(2048, count + room, count + room, count + rounds + 16)
         run_request(manager, prompt()[:1040], split=1024)
         for _ in range(count):
             run_request(manager, np.concatenate((shared, rng.integers(0, 50_000, PAGE, dtype=np.int32))))

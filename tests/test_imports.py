@@ -1,0 +1,93 @@
+"""The public names, and who may import what (DESIGN, sections 3 and 7)."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jkv
+
+PACKAGE = pathlib.Path(jkv.__file__).parent
+
+# DESIGN section 3: the names that carry no bracketed number.
+PUBLIC = """
+    Buffer kv_buffers AttentionLayer RecurrentLayer DeviceTier CacheConfig
+    CacheState append attend append_attend gather read_state write_state pool with_pool table_for slots_for
+    CacheManager CacheStats Sequence Status Match Scope
+    CacheError ConfigError OutOfPagesError SequenceStateError IntegrityError StoreError
+""".split()
+
+# DESIGN section 7: what each file may import from jkv.
+BELOW = {
+    "errors": "",
+    "stats": "",
+    "config": "errors",
+    "layout": "config errors",
+    "pages": "layout errors",
+    "plan": "layout errors",
+    "radix": "layout config errors",
+    "retention": "radix pages layout errors",
+    "integrity": "retention radix pages sequence layout errors",
+    "sequence": "retention radix pages plan layout config stats errors",
+    "state": "layout config errors",
+    "ops": "state layout config errors",
+    "attention": "ops state layout config errors",
+    "apply": "plan state layout errors",
+}
+
+
+def imports(module):
+    """Full names of all that the file imports, wherever in it."""
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}.py: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_public_names():
+    assert sorted(jkv.__all__) == sorted(PUBLIC)
+    assert len(set(jkv.__all__)) == len(jkv.__all__)
+    for name in PUBLIC:
+        assert getattr(jkv, name).__module__.startswith("jkv.")
+
+
+def test_a_star_import_gives_them():
+    names = {}
+    exec("from jkv import *", names)
+    assert set(names) - {"__builtins__"} == set(PUBLIC)
+
+
+@pytest.mark.parametrize("module", ["radix", "pages", "plan", "sequence", "retention", "integrity"])
+def test_the_deciding_half_never_imports_jax(module):
+    assert not [name for name in imports(module) if name.split(".")[0] in ("jax", "jaxlib", "chex", "flax")]
+
+
+@pytest.mark.parametrize("module", BELOW)
+def test_imports_point_one_way(module):
+    found = {name.split(".")[1] for name in imports(module) if name.startswith("jkv.")}
+    assert found <= set(BELOW[module].split())
+
+
+def test_every_module_is_in_the_picture():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {*BELOW, "__init__", "manager"}
+
+
+def test_import_jkv_loads_neither_flax_nor_tensorstore():
+    code = "import sys, jkv; print([n for n in ('flax', 'tensorstore', 'orbax', 'torch') if n in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_import_jkv_initialises_no_backend():
+    """`jax.distributed.initialize` and XLA flags must still be possible after `import jkv`."""
+    code = "import jkv; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120, check=True
+    )
+    assert run.stdout.strip() == "False"
