@@ -383,8 +383,7 @@ class Server:
             return
         seq, start = request.seq, request.seq.length
         # Ending a chunk at a snapshot point leaves a recurrent state there, from which others can start.
-        stops = [stop for stop in seq.snapshot_points if stop > start]
-        end = min(start + CHUNKS[-1], request.prefill_to, *stops)
+        end = min(start + CHUNKS[-1], request.prefill_to, *seq.snapshot_points)
         if not self.reserve(request, end - start):
             return
         chunk = request.text[start:end]
@@ -440,8 +439,8 @@ class Server:
                     if request.later:
                         name, number = request.name.split(".")
                         prompt = request.text + request.later[0]
-                        turn_two = Request(f"{name}.{int(number) + 1}", prompt, request.max_new, request.later[1:])
-                        self.arrivals.append((self.turn + PAUSE, turn_two))
+                        follow_up = Request(f"{name}.{int(number) + 1}", prompt, request.max_new, request.later[1:])
+                        self.arrivals.append((self.turn + PAUSE, follow_up))
 
     def commit_known(self, request: Request) -> None:
         """Publish what lies in the cache and whose ids are known."""
@@ -514,10 +513,10 @@ def make_arrivals(count: int, seed: int) -> list[tuple[int, Request]]:
 
 
 def warmup_arrivals() -> list[tuple[int, Request]]:
-    """Short requests that bring about every step shape and every kind of cache operation: all that can be compiled."""
-    long, short = bytes_of(SYSTEM_PROMPTS[1]), bytes_of(SYSTEM_PROMPTS[0])
-    # The first decodes while the second leaves snapshots; the third finds the first's pages.
-    return [(0, Request("1.1", short, 12, [])), (4, Request("2.1", long, 2, [])), (30, Request("3.1", short, 2, []))]
+    """Short requests that bring about every step shape and kind of cache operation: what serving would compile."""
+    first, second = bytes_of(SYSTEM_PROMPTS[0]), bytes_of("Where is my parcel? It is a small blue one.")
+    # The second leaves a snapshot while the first decodes; the third finds what the first left.
+    return [(0, Request("1.1", first, 12, [])), (4, Request("2.1", second, 2, [])), (30, Request("3.1", first, 2, []))]
 
 
 class CompileCounter:
@@ -648,6 +647,7 @@ def report(result: Result, quiet: bool) -> None:
     """What a person wants to see; `quiet` leaves the last line only."""
     warm, cold = result.with_reuse, result.without_reuse
     if not quiet:
+        print()
         print_requests(warm, cold)
         print()
         print_chart(warm.usage, PAGES["full"])
@@ -656,8 +656,8 @@ def report(result: Result, quiet: bool) -> None:
             first = statistics.median(request.first_token for request in serving.requests)
             prompts = sum(len(request.prompt) for request in serving.requests)
             print(
-                f"{name + ':':15}{serving.reused} of {prompts} prompt tokens reused, median time to first token "
-                f"{first * 1e3:.1f} ms, {serving.steps} steps and {serving.check.tokens} tokens in "
+                f"{name + ':':15}{serving.reused} of {prompts} prompt tokens reused, median {first * 1e3:.1f} ms from "
+                f"admission to first token, {serving.steps} steps and {serving.check.tokens} tokens in "
                 f"{serving.seconds:.2f} s, {serving.reopened} closed and reopened"
             )
         print(f"compiled:      {result.compiled_warmup} variants in the warm-up, {warm.compiled + cold.compiled} later")
@@ -685,6 +685,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.requests < 1:
         parser.error(f"--requests must be at least 1, got {options.requests}")
+    if not options.quiet:
+        print(f"serving {options.requests} requests twice; most of the time goes into compiling the model", flush=True)
     steps = make_steps(Model(nnx.Rngs(0)))  # random weights, always the same
     server = Server(steps, cache_config(), overlap=not options.sync)
     result = measure(server, options.requests, options.seed)

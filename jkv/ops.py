@@ -150,8 +150,13 @@ def append(
     written = {}
     for name, array in layer_arrays(state, place).items():
         pages_or_drop = jnp.where(pages > 0, pages, array.shape[0])
-        tokens = as_dtype(values[name], array.dtype)
-        written[name] = array.at[pages_or_drop, positions % page_size].set(tokens, mode="drop")
+        tokens, places = as_dtype(values[name], array.dtype), positions % page_size
+        if places.size == 1:
+            # XLA makes a dynamic-update-slice of a scatter of one index, fuses it into its readers and then copies the
+            # whole pool (three times beside attend). A second index, dropped, keeps it a scatter, in place.
+            pages_or_drop = jnp.concatenate([pages_or_drop, jnp.full_like(pages_or_drop, array.shape[0])])
+            places, tokens = jnp.concatenate([places, places]), jnp.concatenate([tokens, tokens])
+        written[name] = array.at[pages_or_drop, places].set(tokens, mode="drop")
     return _with_layer_arrays(state, place, written)
 
 

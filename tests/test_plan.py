@@ -1,13 +1,14 @@
 """A plan means the host's decisions, carried out one at a time (DESIGN, section 1).
 
     Decisions    writes to NumPy memory at once, and tells the PlanBuilder the same        the meaning
-    execute      a built plan on NumPy memory: chunks of 8, gather then scatter            what the device does, readable
-    apply        a built plan on a CacheState                                              what the device does
+    execute      a built plan on NumPy memory: chunks of 8, gather then scatter            what the device does
+    apply        a built plan on a CacheState                                              the device itself
 
 All three must leave the same memory. Each page holds one number, repeated over its elements.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,7 @@ def decide_at_random(decisions, rng):
                     decisions.copy(pool, source, destination)
             case "spread":
                 pages = (rng.permutation(size - 1)[: rng.integers(2, used)] + 1).tolist()
-                for source, destination in zip(pages, pages[1:], strict=False):
+                for source, destination in itertools.pairwise(pages):
                     decisions.copy(pool, source, destination)
             case "cycle":
                 pages = (rng.permutation(size - 1)[: rng.integers(2, used)] + 1).tolist()
@@ -264,7 +265,9 @@ def test_a_read_before_a_write_may_be_used_after_it():
 def test_schedule_writes_nothing_that_a_later_chunk_reads(seed):
     rng = np.random.default_rng(seed)
     destinations = (rng.permutation(60)[: rng.integers(1, 60)] + 1).tolist()
-    assignment = {d: int(s) for d, s in zip(destinations, rng.integers(1, 61, len(destinations)), strict=True) if d != s}
+    assignment = {
+        d: int(s) for d, s in zip(destinations, rng.integers(1, 61, len(destinations)), strict=True) if d != s
+    }
     moves = schedule(assignment)
     parked = 0  # the null page holds what was parked there last
     for at in range(0, len(moves), CHUNK):

@@ -445,7 +445,7 @@ def test_paths_and_spans():
     publish(manager, [0, 1, 2, 3, 4, 5, 50, 51])
     publish(manager, [0, 1, 2, 3, 60, 61])
     deepest = max(manager._host.tree.nodes(), key=lambda node: (node.end, -node.serial))
-    a, b, c = [node for node in path_to(deepest)][-2::-1]
+    a, b, c = list(path_to(deepest))[-2::-1]
     assert [(node.first_page, node.size // 2) for node in (a, b, c)] == [(0, 2), (2, 1), (3, 2)]
     assert spans(c, 1, 4) == [(c, 0, 1), (b, 0, 1), (a, 1, 2)]
     assert spans(c, 3, 3) == [] and spans(c, 0, 1) == [(a, 0, 1)]

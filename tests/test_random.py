@@ -193,8 +193,9 @@ class Driver:
             attention, tokens = self.model.hits(prompt, scope, max_reuse, bool(self.w.recurrent))
             if self.w.attention:  # else tokens without a snapshot are forgotten
                 assert match.raw_tokens == raw, f"{match}, {raw} expected"
-            if not self.w.config.partial_reuse and (attention % self.w.page_size or tokens % self.w.page_size):
-                return  # a tail that some page contains is no tail of its own: the model does not know
+            ends = len(prompt) in (match.tokens, attention, tokens)
+            if not self.w.config.partial_reuse and len(prompt) % self.w.page_size and ends:
+                return  # the end of the prompt inside a page: the model does not know which tails are still tails
             assert match.tokens == tokens, f"{match}: {tokens} expected for {prompt.tolist()}"
             if self.w.attention:
                 assert match.attention_tokens == attention, f"{match}: attention {attention} expected"
@@ -425,3 +426,35 @@ def test_the_same_calls_make_the_same_decisions(name):
         assert np.array_equal(one.w.tables[group], two.w.tables[group])
     for key in one.w.bytes:
         assert np.array_equal(one.w.bytes[key], two.w.bytes[key])
+
+
+# ------------------------------------------------------------------------------------ found by the driver, shrunk
+
+
+def test_found_two_private_copies_of_one_page_and_no_room():
+    """The counters promised a page that eviction could not find."""
+    w = World("window:1+6 window:6", pages=10, max_length=30, page_size=3, min_snapshot=True)
+    a = w.start([1, 2, 0, 0, 0, 2, 0, 0, 0, 2, 2, 1])
+    a.step([1, 2, 0, 0, 0, 2])
+    a.close()
+    b = w.start([1, 2, 1, 1, 0, 2, 2])
+    c = w.start([1, 2, 1, 2, 2, 0, 2, 2, 1, 1])
+    assert (b.reused, c.reused) == (2, 3)
+    b.reserve(5)
+    c.reserve(19)
+    w.prepare(b, c)
+    w.close_all()
+    w.turn([0] * 30)
+
+
+def test_found_attention_tokens_are_no_fewer_than_tokens():
+    """The hit lay on a shorter branch than the one that attention_tokens was counted on."""
+    w = World("full window:5 recurrent", page_size=3, pages=40)
+    a = [2, 1, 0, 2, 2, 0, 2, 1, 0, 1, 2, 1]
+    w.turn(a, [7, 5], close=False)
+    b = [2, 1, 0, 2, 2, 0, 2, 0, 2, 2, 0, 0, 1]
+    assert w.turn(b, snapshot=None, close=False).reused == 7
+    match = w.probe([*b[:12], 2, 0])
+    assert (match.raw_tokens, match.limited_by) == (12, "window:5")
+    assert match.tokens == 7
+    assert match.attention_tokens >= 7

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.bench_compilations
 
 A small hybrid model (full attention, a window with sinks, a recurrent state), its jitted step with the state donated,
-prefill chunks padded to two sizes and decode batches padded to the number of rows. Requests of random length come, share
-prefixes, are suspended, resumed, closed and reopened while the pools are too small for all of them, so that every kind of
+prefill chunks padded to two sizes and decode batches padded to the number of rows. Requests of random length come,
+share prefixes, are suspended, resumed and closed while the pools are too small for all of them, so that every kind of
 plan comes up: none, table entries, copies, both.
 """
 
@@ -184,8 +184,8 @@ def main() -> None:
     print(f"JAX {jax.__version__}: {sum(counts)} compilations in {STEPS:,} steps, the last one in step {last}")
     print(f"in the second half: {sum(counts[STEPS // 2 :])}")
     print(
-        f"traffic: {stats.lookups} requests, {stats.reused_tokens:,} of {stats.looked_up_tokens:,} prompt tokens reused, "
-        f"{sum(stats.evicted_pages.values()):,} pages evicted, {stats.snapshots_taken} snapshots"
+        f"traffic: {stats.lookups} requests, {stats.reused_tokens:,} of {stats.looked_up_tokens:,} prompt tokens "
+        f"reused, {sum(stats.evicted_pages.values()):,} pages evicted, {stats.snapshots_taken} snapshots"
     )
     traffic.manager.check()
 
