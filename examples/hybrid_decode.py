@@ -270,7 +270,7 @@ def make_steps(model: Model) -> Steps:
 MAX_SEQUENCES = 8
 MAX_LENGTH = 640
 PAGE_SIZE = 16
-PAGES = {"full": 56, f"window:{WINDOW}": 96, "recurrent": 64}  # "full" is too small for eight long requests, on purpose
+PAGES = {"full": 60, f"window:{WINDOW}": 96, "recurrent": 64}  # "full" is too small for eight long requests, on purpose
 CHUNKS = (16, 64)  # prefill runs in chunks, padded to one of these lengths
 STOP = 64  # the id that ends an answer; random weights choose this one now and then
 PAUSE = 6  # turns of the loop between an answer and the user's next message
@@ -516,7 +516,7 @@ def warmup_arrivals() -> list[tuple[int, Request]]:
     """Short requests that bring about every step shape and kind of cache operation: what serving would compile."""
     first, second = bytes_of(SYSTEM_PROMPTS[0]), bytes_of("Where is my parcel? It is a small blue one.")
     # The second leaves a snapshot while the first decodes; the third finds what the first left.
-    return [(0, Request("1.1", first, 12, [])), (4, Request("2.1", second, 2, [])), (30, Request("3.1", first, 2, []))]
+    return [(0, Request("1.1", first, 12, [])), (6, Request("2.1", second, 2, [])), (30, Request("3.1", first, 2, []))]
 
 
 class CompileCounter:

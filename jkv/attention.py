@@ -91,7 +91,7 @@ def attend(
         raise ConfigError(f"attend: q must be [{batch}, {tokens}, H, {k_dim}] for layer {layer!r}, got {list(q.shape)}")
     heads = q.shape[2]
     if heads == 0 or heads % kv_heads:
-        raise ConfigError(f"attend: q has {heads} heads, not a multiple of layer {layer!r}'s {kv_heads} KV heads")
+        raise ConfigError(f"attend: q has {heads} heads, not a multiple of the {kv_heads} KV heads of layer {layer!r}")
     if chunk is not None:
         chunk = ops.check_values("attend", layer, "chunk", chunk, place.buffers, (batch, tokens))
     if mask is not None:
@@ -306,7 +306,7 @@ class _Reference:
     # what is seen
 
     def _seen(self, query: jax.Array, key: jax.Array, own: jax.Array | None) -> jax.Array:
-        """bool[t, n]: which keys, at positions [n], the queries at positions [t] see; `own` [t, n]: not by causality."""
+        """bool[t, n]: which keys, at positions [n], the queries at positions [t] see; `own` replaces causality."""
         query, key = query[:, None], key[None, :]
         seen = key <= query if own is None else own
         if self.window is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +49,8 @@ class Buffer:
 
     def __post_init__(self) -> None:
         shape = (self.shape,) if isinstance(self.shape, int) else self.shape
+        if not isinstance(shape, Sequence):
+            raise ConfigError(f"Buffer.shape must be a sequence of ints, got {shape!r}")
         shape = tuple(require_int("Buffer.shape", n, 1) for n in shape)
         object.__setattr__(self, "shape", shape)
         try:
@@ -246,10 +248,10 @@ class CacheConfig:
         for field in ("max_sequences", "max_length", "page_size"):
             object.__setattr__(self, field, require_int(f"CacheConfig.{field}", getattr(self, field), 1))
         require_int("CacheConfig.reuse_backoff", self.reuse_backoff, 0)
-        tiers = (self.tiers,) if isinstance(self.tiers, DeviceTier) else tuple(self.tiers)
-        if len(tiers) != 1 or not isinstance(tiers[0], DeviceTier):
+        tiers = (self.tiers,) if isinstance(self.tiers, DeviceTier) else self.tiers
+        if not isinstance(tiers, Sequence) or len(tiers) != 1 or not isinstance(tiers[0], DeviceTier):
             raise ConfigError(f"CacheConfig.tiers must hold one DeviceTier, got {self.tiers!r}")
-        object.__setattr__(self, "tiers", tiers)
+        object.__setattr__(self, "tiers", tuple(tiers))
         for name, layer in self.layers.items():
             for key, buffer in layer.buffers.items():
                 if buffer.page_size not in (None, self.page_size):
@@ -257,10 +259,13 @@ class CacheConfig:
                         f"layers[{name!r}].buffers[{key!r}].page_size is {buffer.page_size}, the cache's is "
                         f"{self.page_size}: a page size of its own is not supported"
                     )
-        if not 0 < self.max_utilization_for_resume <= 1:
-            raise ConfigError(
-                f"CacheConfig.max_utilization_for_resume must be in (0, 1], got {self.max_utilization_for_resume}"
-            )
+        share = self.max_utilization_for_resume
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"CacheConfig.max_utilization_for_resume must be in (0, 1], got {share!r}")
+        if not isinstance(self.partial_reuse, bool):
+            raise ConfigError(f"CacheConfig.partial_reuse must be a bool, got {self.partial_reuse!r}")
+        if not (self.min_snapshot is None or isinstance(self.min_snapshot, bool)):
+            raise ConfigError(f"CacheConfig.min_snapshot must be None or a bool, got {self.min_snapshot!r}")
         if not isinstance(self.model, str):
             raise ConfigError(f"CacheConfig.model must be a str, got {self.model!r}")
         if self.min_snapshot is None:

@@ -170,7 +170,7 @@ class PlanBuilder:
         """The plan of everything pending. Nothing is forgotten until `clear`, so a failed dispatch loses nothing."""
         entries, num_entries, tables = self._build_entries()
         copies, num_copies = self._build_copies()
-        slots = self._slots.copy() if self.slots_changed else None
+        slots = self._checked_slots() if self.slots_changed else None
         return Plan(entries, num_entries, tables, slots, copies, num_copies)
 
     def clear(self) -> None:
@@ -216,6 +216,13 @@ class PlanBuilder:
             pages = entries[2][entries[0] == group.ordinal]
             if len(pages) and not 0 <= pages.min() <= pages.max() < size:
                 raise IntegrityError(f"group {group.name!r}: page ids {pages.min()}..{pages.max()} outside [0, {size})")
+
+    def _checked_slots(self) -> np.ndarray:
+        recurrent = self._layout.recurrent_pool
+        size = 1 if recurrent is None else self._sizes[recurrent.ordinal]
+        if not 0 <= self._slots.min() <= self._slots.max() < size:
+            raise IntegrityError(f"live slots {self._slots.tolist()} outside [0, {size})")
+        return self._slots.copy()
 
     def _whole_tables(self) -> dict[str, np.ndarray]:
         layout = self._layout

@@ -32,6 +32,7 @@ from jkv.layout import Group, Layout
 
 _position = attrgetter("position")
 NO_SLOT = 0
+MAX_TIES = 8  # siblings looked at in each direction
 NO_TOKENS = np.empty(0, np.int32)
 HELD = 1
 NEEDED = 1 << 32
@@ -370,7 +371,7 @@ class RadixTree:
 
         The hit is the largest n for which one path agrees with the first n tokens and has, at n, what every group
         needs: a window the pages overlapping [n+1-W, n) and the sinks, recurrent layers a snapshot at exactly n.
-        Ties go to the path that is walked anyway, then to the older of the two nearest siblings.
+        Ties go to the path that is walked anyway, then to the oldest sibling.
         """
         root = self.roots.get(scope)
         if root is None or not len(tokens):
@@ -412,20 +413,26 @@ class RadixTree:
         return path, covered
 
     def _best_head(self, keys: SortedList | None, node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
-        """The child in `keys` that shares most tokens, but not the whole page, with `tokens` at the node's end."""
+        """The child in `keys` that shares most tokens, but not the whole page, with `tokens` at the node's end.
+
+        Among children that share equally many it is the oldest, of those within MAX_TIES of the nearest.
+        """
         query = tokens[node.end : node.end + self.page_size].tobytes()
         if not keys or not query:
             return None, 0
         at = keys.bisect_left(query)
-        after = at + 1 if query in node.children and len(query) == 4 * self.page_size else at
+        exact = at < len(keys) and keys[at] == query and len(query) == 4 * self.page_size
         best: Node | None = None
         most = 0
-        for i in (at - 1, after):
-            if 0 <= i < len(keys):
+        for places in (range(at - 1, max(-1, at - 1 - MAX_TIES), -1), range(at + exact, min(len(keys), at + MAX_TIES))):
+            for i in places:  # outwards: what is shared only shrinks
                 key = keys[i]
                 shared = common_tokens(key, query)
-                if shared > most or (shared == most > 0 and node.children[key].serial < best.serial):
-                    best, most = node.children[key], shared
+                if shared < max(most, 1):
+                    break
+                child = node.children[key]
+                if shared > most or child.serial < best.serial:
+                    best, most = child, shared
         return best, most
 
     def _best(

@@ -30,6 +30,7 @@ def make_state(
     layers: Mapping[str, AttentionLayer | RecurrentLayer],
     lengths: Sequence[int],
     *,
+    live_at: Sequence[int] | None = None,
     max_length: int = 64,
     page_size: int = 4,
     pages: int = 48,
@@ -37,9 +38,11 @@ def make_state(
 ) -> CacheState:
     """A state full of garbage in which row i has scattered pages for lengths[i] tokens, and a state slot.
 
-    Pages that are stale for a window layer at that length are missing (null), as the host half would have it.
+    Pages that are stale for a window layer at length live_at[i] are missing (null), as the host half would have it;
+    None: at the length before the row's last token.
     """
     layout = make_layout(CacheConfig(layers, len(lengths), max_length, page_size, DeviceTier(pages=pages)))
+    live_at = [max(0, length - 1) for length in lengths] if live_at is None else live_at
     state = init_state(layout)
     rng = np.random.default_rng(seed)
     free = {pool.ordinal: list(rng.permutation(pool.num_pages) + 1) for pool in layout.pools}
@@ -50,7 +53,7 @@ def make_state(
             continue
         tables[group.name] = np.zeros((len(lengths), layout.max_pages), np.int32)
         for row, length in enumerate(lengths):
-            stale = range(*group.first_live(length - 1, page_size)) if length else range(0)
+            stale = range(*group.first_live(live_at[row], page_size))
             for column in range(-(-length // page_size)):
                 if column not in stale:
                     tables[group.name][row, column] = free[group.pool].pop()

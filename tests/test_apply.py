@@ -31,6 +31,7 @@ def hybrid_state(dtype=jnp.float32, rows=4, pages=96, max_length=64) -> CacheSta
 
 def numbered(state: CacheState) -> CacheState:
     """Page i of every pool holds i, as stored."""
+
     def fill(a):
         ids = np.arange(a.shape[0]).reshape(-1, *[1] * (a.ndim - 1))
         return jax.device_put(np.broadcast_to(ids, a.shape).astype(a.dtype).copy(), a.sharding, may_alias=False)
@@ -160,7 +161,9 @@ def test_copies_are_bit_exact_and_zeros_do_not_come_from_the_null_page(dtype):
         for array in jax.tree.leaves(pool):
             array = np.asarray(array)
             assert not bits(array[zeroed]).any()
-            np.testing.assert_array_equal(bits(np.delete(array, zeroed, 0)), bits(np.broadcast_to(array[0], (12, *array.shape[1:]))))
+            np.testing.assert_array_equal(
+                bits(np.delete(array, zeroed, 0)), bits(np.broadcast_to(array[0], (12, *array.shape[1:])))
+            )
 
 
 def test_whole_tables_and_slots_replace_what_was_there():

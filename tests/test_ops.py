@@ -188,7 +188,10 @@ def test_a_step_with_every_op_is_traced_and_compiled_once(donate):
 
 
 def test_append_and_write_state_inside_a_scan_over_steps():
-    layers = {"a": AttentionLayer(kv_buffers(1, 4, jnp.bfloat16)), "ssm": RecurrentLayer({"h": Buffer((3,), jnp.float32)})}
+    layers = {
+        "a": AttentionLayer(kv_buffers(1, 4, jnp.bfloat16)),
+        "ssm": RecurrentLayer({"h": Buffer((3,), jnp.float32)}),
+    }
     state = make_state(layers, [16, 16])
     rows = padded([0, 1])
 
@@ -270,11 +273,20 @@ def bad_calls():
             r"values\['h'\] must be float32\[1, 3\], got float32\[1, 4\]",
         ),
         "rank of rows": (lambda: append(state, "a", padded([[0]]), positions, kv), r"rows must be int32\[B\], got"),
-        "dtype of rows": (lambda: gather(state, "a", np.zeros(1, np.float32), 4), r"rows must be int32\[B\], got float32"),
+        "dtype of rows": (
+            lambda: gather(state, "a", np.zeros(1, np.float32), 4),
+            r"rows must be int32\[B\], got float32",
+        ),
         "rank of positions": (lambda: append(state, "a", rows, padded([0, 1]), kv), r"positions must be int32\[B, T\]"),
-        "batch": (lambda: append(state, "a", padded([0, 1]), positions, kv), r"positions is \[1, 2\] for rows of \[2\]"),
+        "batch": (
+            lambda: append(state, "a", padded([0, 1]), positions, kv),
+            r"positions is \[1, 2\] for rows of \[2\]",
+        ),
         "length": (lambda: gather(state, "a", rows, 65), "length must be 0..64, got 65"),
-        "traced length": (lambda: jax.jit(gather, static_argnums=1)(state, "a", rows, 4), "length must be a Python int"),
+        "traced length": (
+            lambda: jax.jit(gather, static_argnums=1)(state, "a", rows, 4),
+            "length must be a Python int",
+        ),
         "buffer of pool": (lambda: pool(state, "a", "k"), "layer 'a' has no buffer 'k', only kv"),
         "buffer of table": (lambda: table_for(state, "a", rows, "k"), "layer 'a' has no buffer 'k', only kv"),
         "with_pool shape": (

@@ -183,7 +183,9 @@ def decode_runs(
     last = jnp.full((batch,), tokens - 1, jnp.int32)
     rows = jnp.arange(batch, dtype=jnp.int32)
     shape = (batch, tokens, kv_heads, dim)
-    contiguous = {n: (random_values(shape, dtype, 2 * i), random_values(shape, dtype, 2 * i + 1)) for i, n in enumerate(names)}
+    contiguous = {
+        n: (random_values(shape, dtype, 2 * i), random_values(shape, dtype, 2 * i + 1)) for i, n in enumerate(names)
+    }
 
     def written(cache: jax.Array, token: jax.Array, axis: int) -> jax.Array:
         start = [last[0] if a == axis else 0 for a in range(4)]
