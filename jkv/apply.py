@@ -42,15 +42,16 @@ def apply(state: CacheState, plan: Plan) -> CacheState:
         state = dataclasses.replace(state, state_slots=_replaced(state.state_slots, slots))
 
     # The first array of copies shares its dispatch with the entries; more of them are rare (a whole batch resumed).
-    entries = plan.entries
-    for i, (copies, count) in enumerate(zip(plan.copies, plan.num_copies, strict=True)):
-        tables = _tables(state) if i == 0 and entries is not None else None
-        pools, tables = _copy_and_enter(
-            state.pools, tables, copies, count, entries if i == 0 else None, plan.num_entries
-        )
-        state = _with_tables(dataclasses.replace(state, pools=pools), tables)
+    # Without entries the dispatch gets an empty array of them, not a variant of its own that would compile late.
+    entries, num_entries = plan.entries, plan.num_entries
     if entries is not None and not plan.copies:
-        state = _with_tables(state, _enter(_tables(state), entries, plan.num_entries))
+        return _with_tables(state, _enter(_tables(state), entries, num_entries))
+    for copies, count in zip(plan.copies, plan.num_copies, strict=True):
+        if entries is None:
+            entries, num_entries = np.zeros((3, SMALL_ENTRIES), np.int32), np.zeros((), np.int32)
+        pools, tables = _copy_and_enter(state.pools, _tables(state), copies, count, entries, num_entries)
+        state = _with_tables(dataclasses.replace(state, pools=pools), tables)
+        entries = None
     return state
 
 
@@ -59,9 +60,7 @@ def _tables(state: CacheState) -> Tables:
     return tuple(state.page_tables[group.name] for group in state.layout.attention_groups)
 
 
-def _with_tables(state: CacheState, tables: Tables | None) -> CacheState:
-    if tables is None:
-        return state
+def _with_tables(state: CacheState, tables: Tables) -> CacheState:
     names = (group.name for group in state.layout.attention_groups)
     return dataclasses.replace(state, page_tables=dict(zip(names, tables, strict=True)))
 
@@ -137,14 +136,7 @@ def _enter(tables: Tables, entries: jax.Array, num_entries: jax.Array) -> Tables
 
 @functools.partial(jax.jit, donate_argnames=("pools", "tables"))
 def _copy_and_enter(
-    pools: Pools,
-    tables: Tables | None,
-    copies: jax.Array,
-    num_copies: jax.Array,
-    entries: jax.Array | None,
-    num_entries: jax.Array,
-) -> tuple[Pools, Tables | None]:
+    pools: Pools, tables: Tables, copies: jax.Array, num_copies: jax.Array, entries: jax.Array, num_entries: jax.Array
+) -> tuple[Pools, Tables]:
     pools = tuple(_copy_pages(layers, copies[p], num_copies[p]) for p, layers in enumerate(pools))
-    if tables is not None and entries is not None:
-        tables = _set_entries(tables, entries, num_entries)
-    return pools, tables
+    return pools, _set_entries(tables, entries, num_entries)

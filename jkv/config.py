@@ -48,7 +48,7 @@ class Buffer:
     spec: Any = None
 
     def __post_init__(self) -> None:
-        shape = (self.shape,) if isinstance(self.shape, int) else self.shape
+        shape = (self.shape,) if isinstance(self.shape, int | np.integer) else self.shape
         if not isinstance(shape, Sequence):
             raise ConfigError(f"Buffer.shape must be a sequence of ints, got {shape!r}")
         shape = tuple(require_int("Buffer.shape", n, 1) for n in shape)

@@ -72,6 +72,8 @@ def _check_lengths(seq: Sequence) -> None:
         empty = not seq.capacity and seq.slot == NO_SLOT and seq.row is None
         demand(empty, f"{seq!r} holds something before its first resume")
         return
+    lent = seq._lent
+    demand(lent is None or (lent.alive and lent.pinned and lent.slot == seq.slot), f"{seq!r}: its lent state is lost")
     page_size = seq._host.layout.page_size
     end = seq._node.start if seq._lends_tail else seq._node.end
     agree = end == seq._published * page_size and seq.committed == end + len(seq._partial)

@@ -157,9 +157,9 @@ def _split_bytes(budget: int, pools: list[Pool], config: CacheConfig) -> list[in
     return [spare * need // sequence_bytes + n - 1 for need, n in zip(needs, fixed, strict=True)]
 
 
-def _given_pages(pages: int | Mapping[str, int], pools: list[Pool], groups: list[str]) -> list[int]:
-    if isinstance(pages, int):
-        return [pages] * len(pools)
+def _given_pages(pages: int | Mapping[str, int] | None, pools: list[Pool], groups: list[str]) -> list[int]:
+    if not isinstance(pages, Mapping):
+        return [pages or 0] * len(pools)
     if set(pages) != set(groups):
         raise ConfigError(f"DeviceTier.pages names the groups {sorted(pages)}; the layers make {groups}")
     return [sum(pages[group] for group in pool.groups) for pool in pools]
@@ -187,7 +187,7 @@ def make_layout(config: CacheConfig) -> Layout:
     if tier.bytes is not None:
         counts = _split_bytes(tier.bytes, pools, config)
     else:
-        counts = _given_pages(tier.pages or 0, pools, list(members))
+        counts = _given_pages(tier.pages, pools, list(members))
     for pool, count in zip(pools, counts, strict=True):
         if pool.recurrent and count < config.max_sequences:
             raise ConfigError(

@@ -136,9 +136,9 @@ class CacheManager:
         self._check_scope(scope)
         if max_reuse is not None:
             require_int("max_reuse", max_reuse, 0)
-        if isinstance(priority, bool) or not isinstance(priority, int):
+        if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
             raise ConfigError(f"priority must be an int, got {priority!r}")
-        seq = Sequence(self._host, ids, scope, priority, max_reuse, retry)
+        seq = Sequence(self._host, ids, scope, int(priority), max_reuse, retry)
         self._host.sequences[seq] = None
         return seq
 
@@ -205,6 +205,8 @@ class CacheManager:
 
     def _rows(self, sequences: Iterable[Sequence]) -> tuple[list[Sequence], np.ndarray]:
         """The batch as a list, and its rows; every sequence must be active, ours and listed once."""
+        if isinstance(sequences, Sequence):
+            raise ConfigError("prepare: takes a list of sequences, got one Sequence")
         batch = list(sequences)
         for i, seq in enumerate(batch):
             if not isinstance(seq, Sequence):

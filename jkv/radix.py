@@ -55,7 +55,7 @@ class Match:
     attention_tokens: int = 0
     raw_tokens: int = 0
     limited_by: str | None = None
-    tier_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tier_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
 
 class Endpoint:
@@ -77,8 +77,8 @@ class Node:
     """A run of whole pages, or a tail. See the module's picture."""
 
     __slots__ = (
-        "children", "endpoints", "first_page", "head_is_stale", "heads", "holders", "is_head", "key", "level", "marks",
-        "order", "pages", "parent", "priority", "resident", "serial", "size", "stale_heads", "start", "tokens", "uses",
+        "children", "endpoints", "first_page", "heads", "holders", "is_head", "key", "level", "marks", "order", "pages",
+        "parent", "priority", "resident", "serial", "size", "stale_heads", "start", "tokens", "uses",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, key: Any, start: int, first_page: int, tokens: np.ndarray, serial: int):
@@ -96,9 +96,8 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.order: SortedList | None = None  # keys of all children
         self.heads: SortedList | None = None  # keys of the children whose first page is there in every group
-        self.stale_heads: list[Node] = []  # children for which that may have changed
+        self.stale_heads: dict[Node, None] = {}  # children for which that may have changed
         self.is_head = False
-        self.head_is_stale = False
         self.marks: dict[bytes, list[Endpoint]] = {}  # endpoints inside a child's first page, by tokens up to there
         # for eviction
         self.holders = 0  # sequences whose path contains this node
@@ -213,7 +212,7 @@ class RadixTree:
         self.groups = layout.attention_groups
         self.full = next((g.ordinal for g in self.groups if g.window is None), None)
         self.windows = [g for g in self.groups if g.window is not None]
-        self.history_windows = [g for g in self.windows if g.window != 1]  # a window of 1 reads no older page
+        self.history_windows = [g for g in self.windows if g.window != 1 or g.sinks]  # others read no older page
         self.recurrent = layout.recurrent_pool is not None
         self.roots: dict[Hashable, Node] = {}
         self._serial = 0
@@ -264,7 +263,7 @@ class RadixTree:
                 parent.heads.remove(node.key)
         else:
             parent.order = parent.heads = None
-            parent.stale_heads = []
+        parent.stale_heads.pop(node, None)
         node.is_head = False
 
     def split(self, node: Node, pages: int) -> Node:
@@ -302,7 +301,7 @@ class RadixTree:
         head.children[node.key] = node
         head.order = SortedList([node.key])
         head.heads = SortedList() if self.history_windows else head.order
-        node.head_is_stale = False
+        parent.stale_heads.pop(node, None)
         self.review_head(node)
         self.review_head(head)
         for endpoint in node.endpoints:
@@ -332,26 +331,28 @@ class RadixTree:
 
     def review_head(self, node: Node) -> None:
         """The first page of `node` may have come or gone in some group."""
-        if self.history_windows and not node.head_is_stale and node.parent is not None:
-            node.head_is_stale = True
-            node.parent.stale_heads.append(node)
+        if self.history_windows and node.parent is not None:
+            node.parent.stale_heads[node] = None
 
     def has_head(self, node: Node) -> bool:
         """Whether the first page of `node` is there in every group that reads history."""
-        return all(node.pages[group.ordinal][0] >= 0 for group in self.history_windows)
+        return all(
+            node.pages[group.ordinal][0] >= 0
+            for group in self.history_windows
+            if group.window != 1 or node.start < group.sinks
+        )
 
     def heads(self, parent: Node) -> SortedList | None:
         """Sorted keys of the children whose first page is there in every group that reads history."""
         if parent.stale_heads:
             for node in parent.stale_heads:
-                node.head_is_stale = False
-                if parent.children.get(node.key) is node and node.is_head != self.has_head(node):
+                if node.is_head != self.has_head(node):
                     node.is_head = not node.is_head
                     if node.is_head:
                         parent.heads.add(node.key)
                     else:
                         parent.heads.remove(node.key)
-            parent.stale_heads = []
+            parent.stale_heads.clear()
         return parent.heads
 
     def tail_home(self, node: Node, key: bytes) -> Node | None:
@@ -495,9 +496,11 @@ class RadixTree:
             shortened = False
             for group in groups:
                 sinks, first, stop = group.needed(length, self.page_size)
-                hole = self._last_hole(path, group.ordinal, first, stop)
-                if hole < 0 and sinks:
-                    hole = self._last_hole(path, group.ordinal, 0, sinks)
+                hole = self._last_page(path, group.ordinal, first, stop, present=False)
+                if hole >= 0:  # the history ends with a page that is there: in one step past all holes
+                    hole = self._last_page(path, group.ordinal, 0, hole, present=True) + 1
+                elif sinks:
+                    hole = self._last_page(path, group.ordinal, 0, sinks, present=False)
                 if hole >= 0:
                     length, shortened = hole * self.page_size, True
         return length
@@ -514,14 +517,16 @@ class RadixTree:
                     return position, endpoint
         return 0, None
 
-    def _last_hole(self, path: list[Node], g: int, first: int, stop: int) -> int:
-        """The last page in [first, stop) that is missing on `path`; -1: none."""
+    def _last_page(self, path: list[Node], g: int, first: int, stop: int, present: bool) -> int:
+        """The last page in [first, stop) that is there (or, not `present`, missing) on `path`; -1: none."""
         for node in reversed(path):
             start = node.first_page
             if stop > start and node.size:
                 ids = node.pages[g][max(first - start, 0) : stop - start]
-                if len(ids) and np.minimum.reduce(ids) < 0:
-                    return start + max(first - start, 0) + int(np.flatnonzero(ids < 0)[-1])
+                if present or (len(ids) and np.minimum.reduce(ids) < 0):
+                    found = np.flatnonzero((ids >= 0) == present)
+                    if len(found):
+                        return start + max(first - start, 0) + int(found[-1])
                 stop = start
             if first >= start:
                 break

@@ -109,9 +109,13 @@ class Retention(RadixTree):
         while tail.endpoints:
             self.remove_endpoint(tail.endpoints[-1], keep_slot=tail.endpoints[-1].pinned)
         for group, pool in zip(self.groups, self.group_pools, strict=True):
-            if tail.pages[group.ordinal][0] >= 0:  # what is left is held: what nobody needed has just been freed
+            page = int(tail.pages[group.ordinal][0])
+            if page >= 0:
                 pool.tree -= 1
-                pool.held -= 1
+                if group.window is None or tail.uses[group.ordinal][0] & HOLDS:
+                    pool.held -= 1
+                else:  # the caller's window has left it
+                    pool.release_one(page)
         tail.resident = tail.holders = 0
         self._unlink(tail)
 
@@ -134,8 +138,8 @@ class Retention(RadixTree):
     def release_child(self, node: Node, priority: int) -> None:
         """Undoes one `hold_child`; `node` was in use until now."""
         node.holders -= 1
+        node.priority = max(node.priority, priority)
         if node.holders == 0:
-            node.priority = max(node.priority, priority)
             if self.full_pool is not None:
                 self.full_pool.held -= self.num_pages(node)
                 node.level = self.full_pool.order.level
@@ -251,23 +255,29 @@ class Retention(RadixTree):
 
     def extended(self, endpoint: Endpoint, by: Endpoint) -> None:
         """A sequence that went on from `endpoint` left the next one: `endpoint` may be superseded now."""
-        known = endpoint.extensions
-        if endpoint is by or not endpoint.alive or by in known or len(known) == 2:
+        if by.position <= endpoint.position or not endpoint.alive:
             return
-        known.append(by)  # a second one says that something branches here
-        for order in self.endpoint_orders:
-            order.superseded[endpoint] = None
+        known = self._live_extensions(endpoint)
+        if by not in known and len(known) < 2:
+            known.append(by)  # a second one says that something branches here
+            for order in self.endpoint_orders:
+                order.superseded[endpoint] = None
+
+    def _live_extensions(self, endpoint: Endpoint) -> list[Endpoint]:
+        """The endpoints by which chains went on from `endpoint` and that can still be had."""
+        live = []
+        for extension in endpoint.extensions:
+            while not extension.alive and extension.extensions:
+                extension = extension.extensions[0]
+            if extension.alive and extension not in live:
+                live.append(extension)
+        endpoint.extensions = live
+        return live
 
     def _is_superseded(self, endpoint: Endpoint) -> bool:
         """Whether the chain was extended past `endpoint`, its extension can still be had, and nothing branches."""
-        node = endpoint.node
-        if len(endpoint.extensions) != 1 or (endpoint.position == node.end and len(node.children) > 1):
-            return False
-        extension = endpoint.extensions[0]
-        while not extension.alive and extension.extensions:
-            extension = extension.extensions[0]
-        endpoint.extensions[0] = extension  # shortens the chain for the next look
-        return extension.alive
+        branches = endpoint.position == endpoint.node.end and len(endpoint.node.children) > 1
+        return not branches and len(self._live_extensions(endpoint)) == 1
 
     def pin(self, endpoint: Endpoint) -> None:
         """The slot is still the live state of the sequence that left it: it is not for eviction."""
@@ -398,7 +408,8 @@ class Retention(RadixTree):
 
     def _make_room(self, pool: PagePool, count: int) -> None:
         """Evicts until `count` pages are free: as many as are needed and no more."""
-        order, before, spared = pool.order, pool.free, []
+        order, spared = pool.order, []
+        before = [other.free for other in self.pools]
         while pool.free < count:
             if order.unneeded:
                 (node, g), _ = order.unneeded.popitem(last=False)
@@ -422,7 +433,8 @@ class Retention(RadixTree):
                 self._evict_endpoint(item)
             else:
                 spared.append(entry)
-        pool.evicted += pool.free - before
+        for other, free in zip(self.pools, before, strict=True):
+            other.evicted += other.free - free
         for entry in spared:
             if entry[3].alive:
                 order.put_back(entry)
@@ -484,12 +496,12 @@ class Retention(RadixTree):
                 pool.release(ids)
                 pool.tree -= len(ids)
                 node.resident -= len(ids)
-            if keep:
+            if 2 * keep < len(node.pages[group.ordinal]):  # not for every page: a long run goes one page at a time
                 node.pages[group.ordinal] = node.pages[group.ordinal][:keep].copy()
                 if group.window is not None:
                     node.uses[group.ordinal] = node.uses[group.ordinal][:keep].copy()
         node.size = min(node.size, keep * self.page_size)
-        if keep:
+        if 2 * node.size < len(node.tokens):
             node.tokens = node.tokens[: node.size].copy()
         node.holders = 0
         self.settle(node)

@@ -107,7 +107,7 @@ class Sequence:
         self._pending: dict[int, int] = {}  # endpoints to come: position -> snapshot slot (ours until then)
         self._last: Endpoint | None = None  # the endpoint that this path last left, or started from
         self._in_flight = False
-        self._prepared = 0  # capacity at the last prepare
+        self._reserved = 0  # capacity at the last prepare
         self._stopped = False
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class Sequence:
         host.rows[self.row] = self
         for group in host.layout.attention_groups:
             self._mark(group.ordinal, 0, self._num_pages(self.capacity))
-        self._prepared = self.length
+        self._reserved = self.length
         self._set_slot(self._slot)
         self.status = Status.ACTIVE
         return True
@@ -308,7 +308,9 @@ class Sequence:
         return self.resize(self.length + require_int("n", n, 0))
 
     def resize(self, capacity: int, length: int | None = None) -> bool:
-        """Sets the capacity, and optionally a larger length (KV that something else than a step wrote).
+        """Sets the capacity, and optionally a larger length.
+
+        A larger length says that something else than a step wrote the KV up to there (attention layers only).
 
         Returns:
           False: not enough pages now, nothing changed.
@@ -316,7 +318,7 @@ class Sequence:
         Raises:
           ConfigError: `length` below the present one, or above `capacity`.
           OutOfPagesError: not even an empty cache could give that.
-          SequenceStateError: not active.
+          SequenceStateError: not active; or a larger length with a step in flight, or with recurrent layers.
         """
         self._require_active("resize")
         capacity = require_int("capacity", capacity, 0)
@@ -324,6 +326,11 @@ class Sequence:
         if not self.length <= length <= capacity:
             raise ConfigError(
                 f"resize(capacity={capacity}, length={length}): length may only grow from {self.length}, up to capacity"
+            )
+        if length > self.length and (self._in_flight or self._slot != NO_SLOT):
+            raise SequenceStateError(
+                f"resize to length {length} from {self.length}: only commit and advance report a step in flight, and "
+                "only a step moves a recurrent state"
             )
         layout = self._host.layout
         if capacity > layout.max_length:
@@ -352,7 +359,7 @@ class Sequence:
         if tree.can_allocate([a + b for a, b in zip(fresh, copies, strict=True)]):
             if lending:
                 self._copy_lent()
-        elif lending and tree.can_allocate(fresh):
+        elif lending and self._is_sole_user_of_tail and tree.can_allocate(fresh):
             self._take_back_lent()
         else:
             self._require_possible(fresh)
@@ -366,7 +373,9 @@ class Sequence:
         """Raises unless an empty cache could give this sequence `fresh` pages per pool beside those it has."""
         total = list(fresh)
         for group in self._host.tree.groups:
-            total[group.pool] += int(np.count_nonzero(self._tables[group.ordinal]))
+            live = group.first_live(self.length, self._host.layout.page_size)[1]  # commits would free those below
+            table = self._tables[group.ordinal]
+            total[group.pool] += int(np.count_nonzero(table[live:])) + min(live, self._sink_pages(group))
         for pool, count in zip(self._host.pools, total, strict=True):
             if count > pool.total:
                 raise OutOfPagesError(f"one sequence needs {count} pages of pool {pool.name!r}, which has {pool.total}")
@@ -438,7 +447,7 @@ class Sequence:
         ahead = position - self.length
         if ahead > 0:
             self._require_prepared("commit", ahead)
-        elif snapshot and self._in_flight and self._slot != NO_SLOT and position not in self._pending:
+        elif snapshot and self._in_flight and position not in self._pending:
             raise SequenceStateError(
                 f"commit(snapshot=True) of older tokens, up to {position}: a step from {self.length} on is in flight, "
                 "so the state at that position cannot be kept; ask for it in the advance that reaches it"
@@ -485,6 +494,11 @@ class Sequence:
                     f"from {self._live_from[group.ordinal]} on"
                 )
         self.length = length
+        self._reserved = min(self._reserved, length)  # what is written there next needs a step of its own
+        self._drop_pending(length)
+
+    def _drop_pending(self, length: int) -> None:
+        """Endpoints to come beyond `length` will not come."""
         for position in [p for p in self._pending if p > length]:
             self._free_slot(self._pending.pop(position))
 
@@ -495,7 +509,7 @@ class Sequence:
     def _keep_state(self, position: int, wanted: bool) -> None:
         """Makes `position` an endpoint to come; with recurrent layers plans a copy of the live state."""
         tree, builder = self._host.tree, self._host.builder
-        if not wanted or position in self._pending or position == 0:
+        if not wanted or self._stopped or position in self._pending or position == 0:
             return
         if tree.state_pool is None:
             self._pending[position] = NO_SLOT
@@ -521,7 +535,7 @@ class Sequence:
             first = self._published + done
             if child is None:
                 pages = [self._handed_over(group, first, first + whole - done) for group in tree.groups]
-                if node.size and not node.children and node.holders == 1:
+                if node.size and not node.children and node.holders == 1 and node.priority == self._priority:
                     tree.extend(node, rest, pages, self._live_from)
                 else:
                     node = tree.attach(node, rest, pages, self._live_from, self._priority)
@@ -594,27 +608,42 @@ class Sequence:
         """Whether the live state is the state at `position`."""
         return self._slot != NO_SLOT and not self._in_flight and self.length == position
 
-    def _stop(self) -> None:
-        self._stopped = True
+    def _stop(self, closing: bool = False) -> None:
+        """Publishes the partial page, and the committed length as an endpoint.
+
+        The live state becomes that endpoint's snapshot where it hangs on our own path: there it is held as long as we
+        go on using its slot. Elsewhere (another sequence's tail, a page around it) it gets a copy.
+        """
         tree, position = self._host.tree, self.committed
-        for later in [p for p in self._pending if p > position]:
-            self._free_slot(self._pending.pop(later))
+        self._drop_pending(position)
         hands_over = position > 0 and position not in self._pending and self._can_hand_over(position)
         resumable = tree.state_pool is None or hands_over or bool(self._pending)
-        if position == 0 or not (tree.groups or resumable):
-            return
-        node = self._publish_tail() if len(self._partial) else self._node
-        for pending in sorted(self._pending):
-            self._leave_endpoint(node, pending, self._pending.pop(pending))
-        if tree.state_pool is None:
-            self._leave_endpoint(node_of(node, position), position, NO_SLOT)
-        elif hands_over:
-            home = node_of(node, position)
-            if home.endpoint_at(position) is not None:
-                self._leave_endpoint(home, position, NO_SLOT)
-            else:
-                self._lent = self._leave_endpoint(home, position, self._slot)
-                tree.pin(self._lent)
+        if position > 0 and (tree.groups or resumable):
+            home = self._publish_tail() if len(self._partial) else node_of(self._node, position)
+            if tree.state_pool is None:
+                self._pending[position] = NO_SLOT
+            elif hands_over and not closing and home is not self._node:
+                self._keep_state(position, home.endpoint_at(position) is None)
+                hands_over = False
+            for pending in sorted(self._pending):
+                self._leave_endpoint(home, pending, self._pending.pop(pending))
+            if hands_over:
+                self._hand_over_state(home, position, closing)
+        self._stopped = True
+
+    def _hand_over_state(self, home: Node, position: int, closing: bool) -> None:
+        """The live state is the snapshot of the endpoint at `position`, unless there is one already."""
+        if home.endpoint_at(position) is not None:
+            self._leave_endpoint(home, position, NO_SLOT)
+        elif closing:
+            self._leave_endpoint(home, position, self._slot)
+            self._slot = NO_SLOT
+        else:
+            self._lent = self._leave_endpoint(home, position, self._slot)
+            self._host.tree.pin(self._lent)
+            # whoever writes on has to reserve first: that is where the private copies are made
+            self._shrink(self._num_pages(self.capacity), self._num_pages(self.length))
+            self.capacity = self.length
 
     def _publish_tail(self) -> Node:
         """The node that holds our partial page from now on: a tail of our own, or what the tree has already."""
@@ -636,6 +665,10 @@ class Sequence:
     @property
     def _lends_tail(self) -> bool:
         return self._node is not None and 0 < self._node.size < self._host.layout.page_size
+
+    @property
+    def _is_sole_user_of_tail(self) -> bool:
+        return not self._lends_tail or self._node.holders == 1
 
     @property
     def _tree_pages(self) -> int:
@@ -748,7 +781,7 @@ class Sequence:
             return
         if self._node is not None:
             if not self._stopped:
-                self._stop()
+                self._stop(closing=True)
             self._let_go()
         if self.row is not None:
             self._leave_row()
@@ -764,8 +797,7 @@ class Sequence:
 
     def _let_go(self) -> None:
         tree = self._host.tree
-        for position in list(self._pending):
-            self._free_slot(self._pending.pop(position))
+        self._drop_pending(0)
         if self._lent is not None:
             tree.unpin(self._lent)
             self._lent = None
@@ -817,7 +849,7 @@ class Sequence:
 
     def _require_prepared(self, operation: str, n: int) -> None:
         """A step may write what was reserved at the last prepare; with recurrent layers it reports once."""
-        reserved = min(self._prepared, self.capacity)
+        reserved = min(self._reserved, self.capacity)
         if self.length + n > reserved:
             raise SequenceStateError(
                 f"{operation} of {n} tokens at length {self.length}: the last prepare had room up to {reserved}, "
@@ -842,5 +874,5 @@ class Sequence:
 
     def prepared(self) -> None:
         """`prepare` has listed this sequence: a step may be dispatched now."""
-        self._prepared = self.capacity
-        self._in_flight = self.capacity > self.length
+        self._reserved = self.capacity
+        self._in_flight = self._in_flight or self.capacity > self.length

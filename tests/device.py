@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.config import AttentionLayer, CacheConfig, DeviceTier, RecurrentLayer
-from jkv.layout import make_layout
+from jkv.layout import Layout, make_layout
 from jkv.state import CacheState, init_state
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.int32)
@@ -24,6 +24,17 @@ def garbage(array: jax.Array, dtype: Any) -> jax.Array:
     value = np.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
     stored = np.full(array.shape, value, dtype).view(array.dtype)
     return jax.device_put(stored, array.sharding, may_alias=False)
+
+
+_layouts: dict[str, Layout] = {}
+
+
+def _layout(layers: Mapping[str, Any], rows: int, max_length: int, page_size: int, pages: int) -> Layout:
+    """Equal arguments, the same layout: a layout is compared by identity, and each compiles everything anew."""
+    key = repr((layers, rows, max_length, page_size, pages))
+    if key not in _layouts:
+        _layouts[key] = make_layout(CacheConfig(layers, rows, max_length, page_size, DeviceTier(pages=pages)))
+    return _layouts[key]
 
 
 def make_state(
@@ -41,7 +52,7 @@ def make_state(
     Pages that are stale for a window layer at length live_at[i] are missing (null), as the host half would have it;
     None: at the length before the row's last token.
     """
-    layout = make_layout(CacheConfig(layers, len(lengths), max_length, page_size, DeviceTier(pages=pages)))
+    layout = _layout(layers, len(lengths), max_length, page_size, pages)
     live_at = [max(0, length - 1) for length in lengths] if live_at is None else live_at
     state = init_state(layout)
     rng = np.random.default_rng(seed)

@@ -16,6 +16,10 @@ from jkv.errors import ConfigError
 from jkv.ops import append, gather, pool, read_state, slots_for, table_for, with_pool, write_state
 
 P = 4
+jit_append = jax.jit(append, static_argnames="layer")
+jit_gather = jax.jit(gather, static_argnames=("layer", "length"))
+jit_read_state = jax.jit(read_state, static_argnames="layer")
+jit_write_state = jax.jit(write_state, static_argnames="layer")
 
 
 def attention_state(dtype=jnp.float32, lengths=(10, 7, 0), **options):
@@ -49,8 +53,7 @@ def test_gather_returns_what_append_wrote(dtype, jit):
     state = attention_state(dtype)
     rng = np.random.default_rng(0)
     values = attention_values(rng, (2, 7), dtype)
-    write = jax.jit(append, static_argnames="layer") if jit else append
-    read = jax.jit(gather, static_argnames=("layer", "length")) if jit else gather
+    write, read = (jit_append, jit_gather) if jit else (append, gather)
     rows, positions = padded([1, 0]), np.tile(np.arange(7, dtype=np.int32), (2, 1))
     after = read(write(state, "a", rows, positions, values), "a", rows, 7)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, values)
@@ -62,7 +65,7 @@ def test_append_leaves_other_layers_rows_and_positions_alone():
     state = attention_state()
     before = jax.tree.map(bits, state.pools)
     values = attention_values(np.random.default_rng(1), (1, 2), jnp.float32)
-    state = append(state, "b", padded([1]), np.array([[4, 5]], np.int32), values)
+    state = jit_append(state, "b", padded([1]), np.array([[4, 5]], np.int32), values)
     chex.assert_trees_all_equal(jax.tree.map(bits, state.pools[0][0]), before[0][0])
     page = int(state.page_tables["full"][1, 1])
     for name, array in state.pools[0][1].items():
@@ -82,7 +85,7 @@ def test_padding_and_tokens_without_a_page_write_nowhere(dtype):
     rows = padded([-1, 3, 2, 0, 0, 1, 2**31 - 1])
     positions = padded([[0], [0], [0], [-1], [12], [8], [0]])
     values = attention_values(np.random.default_rng(2), (7, 1), dtype)
-    state = jax.jit(append, static_argnames="layer")(state, "a", rows, positions, values)
+    state = jit_append(state, "a", rows, positions, values)
     chex.assert_trees_all_equal(jax.tree.map(bits, state.pools), before)
 
 
@@ -93,8 +96,8 @@ def test_gather_gives_zeros_for_padding_and_missing_pages_whatever_the_null_page
     state = with_table(state, "full", table)
     values = attention_values(np.random.default_rng(3), (2, 8), jnp.float32)
     rows = padded([0, 1])
-    state = append(state, "a", rows, np.tile(np.arange(8, dtype=np.int32), (2, 1)), values)
-    after = gather(state, "a", padded([0, -1, 1, 99]), 8)
+    state = jit_append(state, "a", rows, np.tile(np.arange(8, dtype=np.int32), (2, 1)), values)
+    after = jit_gather(state, "a", padded([0, -1, 1, 99]), 8)
     for name in values:
         expected = np.zeros_like(np.asarray(after[name]))
         expected[0, P:], expected[2] = values[name][0, P:], values[name][1]
@@ -103,7 +106,7 @@ def test_gather_gives_zeros_for_padding_and_missing_pages_whatever_the_null_page
 
 @pytest.mark.parametrize("length", [0, 9, 64])
 def test_gather_takes_any_length_up_to_the_tables(length):
-    out = jax.jit(gather, static_argnums=(1, 3))(attention_state(), "a", padded([0, -1]), length)
+    out = jit_gather(attention_state(), "a", padded([0, -1]), length)
     assert out["kv"].shape == (2, length, 4, 8) and out["flag"].shape == (2, length)
 
 
@@ -116,9 +119,7 @@ def test_read_state_returns_what_write_state_wrote(dtype, jit):
     state = recurrent_state(dtype)
     rng = np.random.default_rng(4)
     values = {"conv": random_values(rng, (3, 3, 4), dtype), "h": random_values(rng, (3, 2, 3, 2), jnp.float32)}
-    write, read = write_state, read_state
-    if jit:
-        write, read = (jax.jit(f, static_argnames="layer") for f in (write, read))
+    write, read = (jit_write_state, jit_read_state) if jit else (write_state, read_state)
     before = jax.tree.map(np.asarray, state.pools[0][0])
     state = write(state, "ssm", padded([2, -1, 0]), values)
     after = read(state, "ssm", padded([-1, 0, 2]))
@@ -136,9 +137,9 @@ def test_rows_without_a_slot_read_zeros_and_write_nowhere():
     slots = {"recurrent": jnp.array([2, 0, 1], jnp.int32)}
     state = type(state)(state.pools, state.page_tables, slots, state.layout)
     before = jax.tree.map(bits, state.pools)
-    assert not any(np.asarray(a).any() for a in read_state(state, "ssm", padded([1, -1, 3])).values())
+    assert not any(np.asarray(a).any() for a in jit_read_state(state, "ssm", padded([1, -1, 3])).values())
     values = {"conv": jnp.ones((1, 3, 4)), "h": jnp.ones((1, 2, 3, 2))}
-    chex.assert_trees_all_equal(jax.tree.map(bits, write_state(state, "ssm", padded([1]), values).pools), before)
+    chex.assert_trees_all_equal(jax.tree.map(bits, jit_write_state(state, "ssm", padded([1]), values).pools), before)
 
 
 def test_tables_and_slots_of_rows():
@@ -159,7 +160,7 @@ def test_pool_has_the_declared_dtype_and_with_pool_takes_it_back(dtype):
     page = int(table_for(state, "a", padded([0]))[0, 0])
     token = random_values(np.random.default_rng(5), (4, 8), dtype)
     state = with_pool(state, "a", "kv", array.at[page, 2].set(token))
-    np.testing.assert_array_equal(bits(gather(state, "a", padded([0]), 3)["kv"][0, 2]), bits(token))
+    np.testing.assert_array_equal(bits(jit_gather(state, "a", padded([0]), 3)["kv"][0, 2]), bits(token))
 
 
 @pytest.mark.parametrize("donate", [False, True])

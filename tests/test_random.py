@@ -458,3 +458,24 @@ def test_found_attention_tokens_are_no_fewer_than_tokens():
     assert (match.raw_tokens, match.limited_by) == (12, "window:5")
     assert match.tokens == 7
     assert match.attention_tokens >= 7
+
+
+def test_found_a_lent_state_whose_page_is_evicted():
+    """b's lent state hung on a page that only a, closed, had: evicting the page gave the slot away under b."""
+    w = World("full recurrent", pages={"full": 12, "recurrent": 5}, max_length=40)
+    text = [2, 1, 2, 0, 1, 2, 2, 0, 1, 0, 1, 1, 0, 2, 0, 2]
+    a = w.start(text)
+    a.step(text[:12], snapshot=True)
+    a.close()
+    b = w.start(text[:6], max_reuse=3)
+    b.step(text[:4])
+    b.dispatch(text[4:6])
+    b.commit(end=True)
+    x = w.start([0, 0], max_reuse=0)
+    x.dispatch([0] * 14)
+    x.advance()
+    assert x.reserve(23) in (True, False)
+    w.flush()  # b's state is still b's
+    b.close()
+    x.close()
+    w.turn([0] * 40)
