@@ -362,16 +362,18 @@ class _Reference:
             blocks = {name: array.at[pages].get(mode="clip") for name, array in self.pools.items()}
             return self._fold(softmax, queries, blocks, seen)
 
-        def fold_own(i: jax.Array, softmax: _Softmax) -> _Softmax:
-            assert self.chunk is not None
-            blocks = {name: array[row, i] for name, array in self.chunk.items()}
-            own = None if row_mask is None else jax.lax.dynamic_slice_in_dim(row_mask, i * self.tile, self.tile, axis=1)
-            return self._fold(softmax, queries, blocks, self._seen(positions, self.positions[row, i], own))
-
         softmax = self._start(queries)
         if self.chunk is not None:
-            first, stop = self._own_tiles(row, at)
-            softmax = jax.lax.fori_loop(first, stop, fold_own, softmax)
+            chunk = self.chunk
+
+            def fold_own(i: jax.Array, softmax: _Softmax) -> _Softmax:
+                blocks = {name: array[row, i] for name, array in chunk.items()}
+                own = None
+                if row_mask is not None:
+                    own = jax.lax.dynamic_slice_in_dim(row_mask, i * self.tile, self.tile, axis=1)
+                return self._fold(softmax, queries, blocks, self._seen(positions, self.positions[row, i], own))
+
+            softmax = jax.lax.fori_loop(*self._own_tiles(row, at), fold_own, softmax)
         softmax = jax.lax.fori_loop(0, -(-reads.num_pages // self.block_pages), fold_pages, softmax)
         return self._finish(softmax)
 
@@ -433,7 +435,8 @@ class _Reference:
             values = values * decay[..., None]
         if self.together:
             values = values[..., self.dim :]
-        return jnp.where(total[..., None] == 0, 0.0, values / total[..., None])
+        nothing = total[..., None] == 0
+        return jnp.where(nothing, 0.0, values / jnp.where(nothing, 1.0, total[..., None]))
 
 
 def _paired(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

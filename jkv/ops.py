@@ -128,6 +128,9 @@ def append(
 ) -> CacheState:
     """Writes the step's tokens into their pages.
 
+    Call it before what else reads this layer in the step (`attend`, `gather`): where a read comes first and the write
+    does not depend on its result, XLA keeps the old pool for the reader and copies it.
+
     Args:
       state: the cache; donate it to the jitted step and the write is in place.
       layer: name of an attention layer.

@@ -137,7 +137,7 @@ class PagePool:
             raise IntegrityError(f"pool {self.name!r}: {count} pages asked for, {self.free} free")
         self.free -= count
         pages = self._stack[self.free : self.free + count][::-1].copy()
-        self._is_free[pages] = False
+        self._is_free.put(pages, False)
         return pages
 
     def allocate_one(self) -> int:
@@ -158,7 +158,7 @@ class PagePool:
             raise IntegrityError(f"pool {self.name!r}: pages {pages.tolist()} are not all in use: freed twice")
         self._stack[self.free : self.free + count] = pages[::-1]
         self.free += count
-        self._is_free[pages] = True
+        self._is_free.put(pages, True)
 
     def release_one(self, page: int) -> None:
         """Puts one page back on the free stack."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jkv.errors import IntegrityError
-from jkv.layout import Layout
+from jkv.layout import INT32_MAX, Layout
 
 ZERO = -1  # as a source: zeros
-UNUSED = np.iinfo(np.int32).max  # as a destination: dropped
+UNUSED = INT32_MAX  # as a destination: dropped
 CHUNK = 8  # copies that the device gathers together before it scatters them
 SMALL_ENTRIES = 256
 
@@ -219,8 +219,8 @@ class PlanBuilder:
 
     def _checked_slots(self) -> np.ndarray:
         recurrent = self._layout.recurrent_pool
-        size = 1 if recurrent is None else self._sizes[recurrent.ordinal]
-        if not 0 <= self._slots.min() <= self._slots.max() < size:
+        size = INT32_MAX if recurrent is None else self._sizes[recurrent.ordinal]
+        if np.maximum.reduce(self._slots.view(np.uint32)) >= size:
             raise IntegrityError(f"live slots {self._slots.tolist()} outside [0, {size})")
         return self._slots.copy()
 

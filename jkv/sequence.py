@@ -100,7 +100,7 @@ class Sequence:
         self._node: Node | None = None  # the path's deepest node; a tail while one is lent
         self._published = 0  # whole pages on the path
         self._partial = NO_TOKENS  # committed tokens behind them
-        self._tables: list[np.ndarray] = [np.zeros(0, np.int32) for _ in host.layout.attention_groups]
+        self._tables = [NO_TOKENS] * len(host.layout.attention_groups)  # page ids per group; slack behind them is 0
         self._live_from = [0] * len(self._tables)  # per window group: pages from here on (and sinks) are live
         self._slot = NO_SLOT  # the live state
         self._lent: Endpoint | None = None  # the endpoint whose snapshot is our live state
@@ -310,7 +310,8 @@ class Sequence:
     def resize(self, capacity: int, length: int | None = None) -> bool:
         """Sets the capacity, and optionally a larger length.
 
-        A larger length says that something else than a step wrote the KV up to there (attention layers only).
+        A larger length reports a step in flight, as `advance` does; with no step in flight (attention layers only) it
+        says that something else wrote the KV up to there.
 
         Returns:
           False: not enough pages now, nothing changed.
@@ -318,7 +319,7 @@ class Sequence:
         Raises:
           ConfigError: `length` below the present one, or above `capacity`.
           OutOfPagesError: not even an empty cache could give that.
-          SequenceStateError: not active; or a larger length with a step in flight, or with recurrent layers.
+          SequenceStateError: not active, or a length beyond what the last `prepare` had reserved for the step.
         """
         self._require_active("resize")
         capacity = require_int("capacity", capacity, 0)
@@ -328,10 +329,7 @@ class Sequence:
                 f"resize(capacity={capacity}, length={length}): length may only grow from {self.length}, up to capacity"
             )
         if length > self.length and (self._in_flight or self._slot != NO_SLOT):
-            raise SequenceStateError(
-                f"resize to length {length} from {self.length}: only commit and advance report a step in flight, and "
-                "only a step moves a recurrent state"
-            )
+            self._require_prepared("resize", length - self.length)
         layout = self._host.layout
         if capacity > layout.max_length:
             raise OutOfPagesError(f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}")
@@ -344,6 +342,7 @@ class Sequence:
         self.capacity = capacity
         if length > self.length:
             self._move_to(length)
+            self._keep_state(length, length in self._points)
             if self._stopped:
                 self._slide()
         return True

@@ -33,8 +33,8 @@ FEW_PAGES, MANY_PAGES = 256, 16_384
 PAGE_SIZE = 16
 
 
-def medians(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each run, one of each per round in turn."""
+def medians(runs: Mapping[str, Callable[[], Any]], rounds: int, calls: int = 1) -> dict[str, float]:
+    """Median milliseconds of a call of each run, `calls` calls of each per round in turn."""
     for run in runs.values():
         for _ in range(2):
             jax.block_until_ready(run())
@@ -42,8 +42,10 @@ def medians(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, flo
     for _ in range(rounds):
         for name, run in runs.items():
             start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(1e3 * (time.perf_counter() - start))
+            for _ in range(calls):
+                out = run()
+            jax.block_until_ready(out)
+            times[name].append(1e3 * (time.perf_counter() - start) / calls)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -120,11 +122,11 @@ def bench_pool(rounds: int) -> None:
                 str(pages): Stepper(paged_state(layers, [256] * batch, 256, pages), step, *args)
                 for pages in (FEW_PAGES, MANY_PAGES)
             }
-            lines.append(_pool_line(dtype, op, medians(run, rounds), run[str(MANY_PAGES)]))
+            lines.append(_pool_line(dtype, op, medians(run, rounds, calls=50), run[str(MANY_PAGES)]))
         appliers = {
             str(pages): Applier(paged_state(layers, [256] * batch, 256, pages)) for pages in (FEW_PAGES, MANY_PAGES)
         }
-        lines.append(_pool_line(dtype, "apply (16 copies)", medians(appliers, rounds), None))
+        lines.append(_pool_line(dtype, "apply (16 copies)", medians(appliers, rounds, calls=50), None))
     header = ("dtype", "op", f"{FEW_PAGES} pages, ms", f"{MANY_PAGES} pages, ms", "ratio", "temporaries, MB of pool")
     table("Pool size (ratio at most 1.5)", header, lines)
 
