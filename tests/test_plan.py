@@ -395,7 +395,7 @@ def test_a_plan_of_entries_only_never_touches_the_pools():
     before = jax.tree.leaves(state.pools)
     for entries in (1, MAX_PAGES):
         decisions.enter(0, 2, 0, np.full(entries, 3, np.int32))
-        decisions.slots[2] = entries
+        decisions.slots[2] = 1 + entries % 20
         decisions.builder.slots_changed = True
         plan = decisions.builder.build()
         assert plan.copies == () and plan.num_copies == ()
