@@ -120,6 +120,25 @@ def _broadcast_over(mask: jax.Array, array: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (array.ndim - mask.ndim))
 
 
+def _gathered(array: jax.Array, ids: jax.Array) -> jax.Array:
+    """`array` at ids [B]; garbage where the id is 0."""
+    if ids.size == 1:  # see _scattered: of one index XLA makes a dynamic-slice, with the same consequence
+        return array.at[jnp.concatenate([ids, jnp.zeros_like(ids)])].get(mode="clip")[:1]
+    return array.at[ids].get(mode="clip")
+
+
+def _scattered(array: jax.Array, ids: jax.Array, places: tuple[jax.Array, ...], values: jax.Array) -> jax.Array:
+    """`array` with `values` at [ids, *places]; dropped where the page or slot id is 0."""
+    ids = jnp.where(ids > 0, ids, array.shape[0])
+    if ids.size == 1:
+        # XLA makes a dynamic-update-slice of a scatter of one index, fuses it into its readers and then copies the
+        # whole pool (three times beside attend). A second index, dropped, keeps it a scatter, in place.
+        ids = jnp.concatenate([ids, jnp.full_like(ids, array.shape[0])])
+        places = tuple(jnp.concatenate([place, place]) for place in places)
+        values = jnp.concatenate([values, values])
+    return array.at[(ids, *places)].set(values, mode="drop")
+
+
 # ---- attention layers ---------------------------------------------------------------------------------------
 
 
@@ -152,14 +171,8 @@ def append(
     pages = table_entries(state.page_tables[place.group.name], rows[:, None], columns)
     written = {}
     for name, array in layer_arrays(state, place).items():
-        pages_or_drop = jnp.where(pages > 0, pages, array.shape[0])
-        tokens, places = as_dtype(values[name], array.dtype), positions % page_size
-        if places.size == 1:
-            # XLA makes a dynamic-update-slice of a scatter of one index, fuses it into its readers and then copies the
-            # whole pool (three times beside attend). A second index, dropped, keeps it a scatter, in place.
-            pages_or_drop = jnp.concatenate([pages_or_drop, jnp.full_like(pages_or_drop, array.shape[0])])
-            places, tokens = jnp.concatenate([places, places]), jnp.concatenate([tokens, tokens])
-        written[name] = array.at[pages_or_drop, places].set(tokens, mode="drop")
+        tokens = as_dtype(values[name], array.dtype)
+        written[name] = _scattered(array, pages, (positions % page_size,), tokens)
     return _with_layer_arrays(state, place, written)
 
 
@@ -259,7 +272,7 @@ def read_state(state: CacheState, layer: str, rows: ArrayLike) -> dict[str, jax.
     slots = slots_for(state, layer, rows)
     out = {}
     for name, array in layer_arrays(state, place).items():
-        states = array.at[slots].get(mode="clip")
+        states = _gathered(array, slots)
         out[name] = as_dtype(jnp.where(_broadcast_over(slots > 0, states), states, 0), place.buffers[name].dtype)
     return out
 
@@ -286,9 +299,9 @@ def write_state(state: CacheState, layer: str, rows: ArrayLike, values: Mapping[
     for name, array in layer_arrays(state, place).items():
         # Keeping `old` where there is no slot changes nothing, but makes this write depend on the very gather that
         # `read_state` did: without that, XLA copies the whole pool where the new state does not follow from the old.
-        old = array.at[slots].get(mode="clip")
+        old = _gathered(array, slots)
         states = jnp.where(_broadcast_over(slots > 0, old), as_dtype(values[name], array.dtype), old)
-        written[name] = array.at[jnp.where(slots > 0, slots, array.shape[0])].set(states, mode="drop")
+        written[name] = _scattered(array, slots, (), states)
     return _with_layer_arrays(state, place, written)
 
 

@@ -618,36 +618,40 @@ class Sequence:
         hands_over = position > 0 and position not in self._pending and self._can_hand_over(position)
         resumable = tree.state_pool is None or hands_over or bool(self._pending)
         if position > 0 and (tree.groups or resumable):
-            home = self._publish_tail() if len(self._partial) else node_of(self._node, position)
             if tree.state_pool is None:
                 self._pending[position] = NO_SLOT
-            elif hands_over and not closing and home is not self._node:
-                self._keep_state(position, home.endpoint_at(position) is None)
-                hands_over = False
+            elif hands_over and not closing:
+                home = self._foreign_home()  # looked up again below: making room for the copy may take it away
+                self._keep_state(position, home is not None and home.endpoint_at(position) is None)
+            home = self._publish_tail() if len(self._partial) else self._node
             for pending in sorted(self._pending):
                 self._leave_endpoint(home, pending, self._pending.pop(pending))
-            if hands_over:
+            if home.endpoint_at(position) is not None:
+                self._leave_endpoint(home, position, NO_SLOT)
+            elif hands_over and (closing or home is self._node):
                 self._hand_over_state(home, position, closing)
         self._stopped = True
 
     def _hand_over_state(self, home: Node, position: int, closing: bool) -> None:
-        """The live state is the snapshot of the endpoint at `position`, unless there is one already."""
-        if home.endpoint_at(position) is not None:
-            self._leave_endpoint(home, position, NO_SLOT)
-        elif closing:
-            self._leave_endpoint(home, position, self._slot)
+        """The live state becomes the snapshot of a new endpoint at `position`."""
+        endpoint = self._leave_endpoint(home, position, self._slot)
+        if closing:
             self._slot = NO_SLOT
         else:
-            self._lent = self._leave_endpoint(home, position, self._slot)
-            self._host.tree.pin(self._lent)
+            self._lent = endpoint
+            self._host.tree.pin(endpoint)
             # whoever writes on has to reserve first: that is where the private copies are made
             self._shrink(self._num_pages(self.capacity), self._num_pages(self.length))
             self.capacity = self.length
 
+    def _foreign_home(self) -> Node | None:
+        """What the tree has already of our partial page: another tail, or a page around it."""
+        return self._host.tree.tail_home(self._node, self._partial.tobytes()) if len(self._partial) else None
+
     def _publish_tail(self) -> Node:
         """The node that holds our partial page from now on: a tail of our own, or what the tree has already."""
         tree = self._host.tree
-        home = tree.tail_home(self._node, self._partial.tobytes())
+        home = self._foreign_home()
         if home is None:
             pages = [self._handed_over(group, self._published, self._published + 1) for group in tree.groups]
             self._node = home = tree.attach(self._node, self._partial, pages, self._live_from, self._priority)

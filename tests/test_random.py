@@ -479,3 +479,22 @@ def test_found_a_lent_state_whose_page_is_evicted():
     b.close()
     x.close()
     w.turn([0] * 40)
+
+
+def test_found_an_end_that_hands_over_a_state_in_a_full_pool():
+    """The state went to the tree, and the node that it went to was gone."""
+    w = World("recurrent", page_size=5, pages=4, max_length=40, max_sequences=3)
+    a = w.start([0] * 30, max_reuse=0)
+    a.step([0, 0], snapshot=True)
+    a.close()
+    b = w.start([0, 0, 1, 2, 1, 1, 2, 1, 1, 1, 2])
+    b.step([1, 2, 1, 1, 2, 1, 1, 1], snapshot=True)
+    b.close()
+    c = w.start([0, 0])
+    w.start([0, 0, 2, 1, 2, 1], max_reuse=0)
+    w.start([0, 2, 1, 1], max_reuse=0)
+    c.dispatch([0, 0])
+    c.commit(end=True)
+    w.flush()
+    w.close_all()
+    assert w.hit([0, 0, 3]) in (0, 2)

@@ -271,7 +271,7 @@ def bench_length(rounds: int) -> None:
         return append_attend(state, "attn", rows, positions, q, new)
 
     runs = {f"{n:,}": Stepper(paged_state(layer, [256] * 16, n, 512), step, q, new) for n in (1024, 131_072)}
-    ms = medians(runs, rounds)
+    ms = medians(runs, rounds, calls=20)
     lines = [(name, f"{value:.3f}", f"{value / ms['1,024']:.2f}") for name, value in ms.items()]
     table("max_length (ratio 1)", ("max_length", "ms", "ratio"), lines)
 
