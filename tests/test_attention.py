@@ -138,6 +138,10 @@ def test_decode_equals_the_oracle(layer, fused):
     Case(*DECODE, fused=fused, **LAYERS[layer]).check_both_ways()
 
 
+def test_decode_of_a_single_row_equals_the_oracle():
+    Case([20], [1]).check_both_ways()
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_chunk_of_a_prompt_equals_the_oracle(layer, fused):
@@ -340,11 +344,15 @@ def test_eager_equals_jit():
 # ---- cost ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda d: np.dtype(d).name)
-def test_no_temporary_is_of_the_pools_size(dtype):
-    state = make_state({"a": AttentionLayer(kv_buffers(2, 64, dtype))}, [64] * 4, page_size=16, pages=4096)
-    rows, positions = jnp.arange(4, dtype=jnp.int32), jnp.full((4, 1), 63, jnp.int32)
-    q, values = jnp.zeros((4, 1, 4, 64), dtype), {"kv": jnp.zeros((4, 1, 4, 64), dtype)}
+@pytest.mark.parametrize(
+    ("dtype", "batch"),
+    [*((dtype, 4) for dtype in FLOAT_DTYPES), (jnp.float32, 1), (jnp.bfloat16, 1)],
+    ids=lambda v: str(v) if isinstance(v, int) else np.dtype(v).name,
+)
+def test_no_temporary_is_of_the_pools_size(dtype, batch):
+    state = make_state({"a": AttentionLayer(kv_buffers(2, 64, dtype))}, [64] * batch, page_size=16, pages=4096)
+    rows, positions = jnp.arange(batch, dtype=jnp.int32), jnp.full((batch, 1), 63, jnp.int32)
+    q, values = jnp.zeros((batch, 1, 4, 64), dtype), {"kv": jnp.zeros((batch, 1, 4, 64), dtype)}
 
     @functools.partial(_jit, donate_argnums=0)
     def steps(state, q, values):
