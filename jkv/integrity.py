@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from jkv.errors import IntegrityError
+from jkv.holdings import Host
 from jkv.pages import EvictionOrder
 from jkv.radix import HELD, NEEDED, NO_SLOT, Node, pages_on, path_to, spans
 from jkv.retention import Retention
-from jkv.sequence import Host, Sequence
+from jkv.sequence import Sequence
 
 HeldPath = tuple[Node, list[tuple[int, int, int]]]  # deepest node; window pages: (group, first, stop)
 

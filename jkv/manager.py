@@ -12,13 +12,14 @@ import numpy as np
 from jkv.apply import apply
 from jkv.config import CacheConfig, Scope, as_tokens, require_int
 from jkv.errors import ConfigError, SequenceStateError
+from jkv.holdings import Host
 from jkv.integrity import check_host
 from jkv.layout import make_layout
 from jkv.pages import PagePool
 from jkv.plan import PlanBuilder
 from jkv.radix import Match
 from jkv.retention import Retention
-from jkv.sequence import Host, Sequence, Status
+from jkv.sequence import Sequence, Status
 from jkv.state import CacheState, init_state
 from jkv.stats import CacheStats, Counters, PoolStats
 

@@ -29,8 +29,9 @@ BELOW = {
     "plan": "layout errors",
     "radix": "layout config errors",
     "retention": "radix pages layout errors",
-    "integrity": "retention radix pages sequence layout errors",
-    "sequence": "retention radix pages plan layout config stats errors",
+    "holdings": "retention radix pages plan layout config stats errors",
+    "sequence": "holdings radix config errors",
+    "integrity": "sequence holdings retention radix pages layout errors",
     "state": "layout config errors",
     "ops": "state layout config errors",
     "attention": "ops state layout config errors",
@@ -61,7 +62,7 @@ def test_a_star_import_gives_them():
     assert set(names) - {"__builtins__"} == set(PUBLIC)
 
 
-@pytest.mark.parametrize("module", ["radix", "pages", "plan", "sequence", "retention", "integrity"])
+@pytest.mark.parametrize("module", ["radix", "pages", "plan", "holdings", "sequence", "retention", "integrity"])
 def test_the_deciding_half_never_imports_jax(module):
     assert not [name for name in imports(module) if name.split(".")[0] in ("jax", "jaxlib", "chex", "flax")]
 

@@ -4,8 +4,8 @@
 
 A request is open, resume, reserve, the plan for prepare, commit, close: 2,048 tokens of which half are shared with all
 others, in three groups (full attention, a window, recurrent), with the pools at half the working set, so that every
-request evicts. The unit H is the time of a chained hashlib.sha256 over the 16-token pages of the same tokens, measured in
-the same run, alternating. The same at 131,072 tokens, and at a node with 100 and with 100,000 siblings.
+request evicts. It is compared with a chained hashlib.sha256 over the 16-token pages of the same tokens, in turn in the
+same run. The same at 131,072 tokens, and at a node with 100 and with 100,000 siblings.
 """
 
 from __future__ import annotations

@@ -1,0 +1,516 @@
+"""Holdings: what one sequence has, in the tree and privately, and how it is published, lent and let go.
+
+    page index      0 ........ published ........ ceil(capacity / page_size)
+    owner           tree nodes (the path)  | this sequence's private pages
+    tokens          committed in whole pages | `partial` committed | written, not committed | room
+
+After `end` or `stop_committing` the partial page may be a tail of the tree, lent back until the next `reserve`.
+The host half of jkv: NumPy only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jkv.config import Scope
+from jkv.errors import OutOfPagesError
+from jkv.layout import Group, Layout
+from jkv.pages import PagePool
+from jkv.plan import ZERO, PlanBuilder
+from jkv.radix import NO_SLOT, NO_TOKENS, Endpoint, Node, node_of, pages_on, path_to, shared_tokens
+from jkv.retention import Retention
+from jkv.stats import Counters
+
+NO_PAGE = 0  # a null page-table entry
+
+
+@dataclasses.dataclass
+class Host:
+    """What all sequences of one manager share."""
+
+    layout: Layout
+    pools: list[PagePool]
+    tree: Retention
+    counters: Counters
+    builder: PlanBuilder
+    rows: list[Holdings | None]
+    free_rows: list[int]
+    slots: np.ndarray  # int32[max_sequences]: live state slot per row
+    sequences: dict[Any, None]  # open Sequences, oldest first
+
+    @property
+    def active(self) -> int:
+        """Sequences that have a row."""
+        return len(self.rows) - len(self.free_rows)
+
+    def key(self, scope: Scope) -> tuple[str, Scope]:
+        """The tree's name for `scope`."""
+        return self.layout.config.model, scope
+
+
+class Holdings:
+    """The pages, states and endpoints of one sequence; `Sequence` says when what happens to them."""
+
+    def __init__(self, host: Host, scope: tuple[str, Scope], priority: int):
+        self._host = host
+        self._scope = scope
+        self._priority = priority
+        self.row: int | None = None
+        self.committed = 0
+        self.length = 0
+        self.capacity = 0
+        # from the first resume on:
+        self._node: Node | None = None  # the path's deepest node; a tail while one is lent
+        self._published = 0  # whole pages on the path
+        self._partial = NO_TOKENS  # committed tokens behind them
+        self._tables = [NO_TOKENS] * len(host.layout.attention_groups)  # page ids per group; slack behind them is 0
+        self._live_from = [0] * len(self._tables)  # per window group: pages from here on (and sinks) are live
+        self._slot = NO_SLOT  # the live state
+        self._lent: Endpoint | None = None  # the endpoint whose snapshot is our live state
+        self._pending: dict[int, int] = {}  # endpoints to come: position -> snapshot slot (ours until then)
+        self._last: Endpoint | None = None  # the endpoint that this path last left, or started from
+        self._in_flight = False
+        self._stopped = False
+
+    @property
+    def slot(self) -> int:
+        """The live state's slot; 0 without recurrent layers."""
+        return self._slot
+
+    def table(self, group: int) -> np.ndarray:
+        """This sequence's page ids in the attention group of that ordinal: int32[pages]."""
+        return self._tables[group][: self._num_pages(self.capacity)]
+
+    # --- where it starts ---------------------------------------------------------------------------------------------
+
+    def _has_room(self, node: Node | None, whole: int, partial: bool) -> bool:
+        """Whether there is room for a live state and private copies, once the path to `node` is held."""
+        host, tree = self._host, self._host.tree
+        needed = [0] * len(host.pools)
+        held = [0] * len(host.pools)
+        for group in tree.groups:
+            needed[group.pool] += partial
+            if node is not None and group.window is None:
+                held[group.pool] += tree.newly_held(node, whole)
+            elif node is not None:
+                for first, stop in self._live_ranges(group, 0, whole):
+                    held[group.pool] += tree.newly_held_window(node, group.ordinal, first, stop)
+        if tree.state_pool is not None:
+            needed[tree.state_pool.ordinal] = 1
+        return tree.can_allocate(needed, held)
+
+    def _hold_path(self, node: Node | None, whole: int) -> Node:
+        """Holds the path of `whole` pages, which ends in `node` (None: at the root); returns its deepest node."""
+        tree = self._host.tree
+        lower = node = tree.root(self._scope) if node is None else node
+        if node.first_page + tree.num_pages(node) > whole:
+            node = tree.split(node, whole - node.first_page)
+        tree.hold(node)
+        tree.settle(lower)
+        for group in tree.windows:
+            for first, stop in self._live_ranges(group, 0, whole):
+                tree.hold_window(node, group.ordinal, first, stop)
+        return node
+
+    def _fill_tables(self, node: Node, source: Node | None, whole: int) -> None:
+        """Page tables of the matched path, and private copies of the partly matched page."""
+        host, tree = self._host, self._host.tree
+        copies = []
+        for group in tree.groups:
+            g = group.ordinal
+            table = np.zeros(whole + (source is not None), np.int32)
+            for first, stop in self._live_ranges(group, 0, whole):
+                table[first:stop] = pages_on(node, g, first, stop)
+            self._tables[g] = table
+            if source is not None:
+                page = int(source.pages[g][whole - source.first_page])
+                copies.append((g, group.pool, host.builder.read(group.pool, page) if page > 0 else None))
+        # every source is read before anything is evicted: a source's own page may be what its copy gets
+        for g, pool, value in copies:
+            page = self._tables[g][whole] = tree.allocate_one(host.pools[pool])
+            if value is not None:
+                host.builder.write(pool, page, value)
+
+    def _copied_state(self, source: Endpoint | None) -> int:
+        """A live slot of our own that starts as `source`'s snapshot, or as zeros."""
+        pool, builder = self._host.tree.state_pool, self._host.builder
+        value = builder.read(pool.ordinal, source.slot) if source is not None else ZERO
+        slot = self._host.tree.allocate_one(pool)  # may be the snapshot's own, if nothing else can go
+        builder.write(pool.ordinal, slot, value)
+        return slot
+
+    def _own_pages(self) -> list[int]:
+        """Unevictable attention pages per pool that are so because of this sequence alone."""
+        host = self._host
+        own = [0] * len(host.pools)
+        if self._node is None:
+            return own
+        for group in host.layout.attention_groups:
+            g, table = group.ordinal, self._tables[group.ordinal]
+            own[group.pool] += int(np.count_nonzero(table[self._tree_pages :]))
+            if group.window is None:
+                own[group.pool] += sum(host.tree.num_pages(node) for node in path_to(self._node) if node.holders == 1)
+            else:
+                own[group.pool] += sum(
+                    host.tree.solely_held_window(self._node, g, first, stop)
+                    for first, stop in self._live_ranges(group, 0, self._tree_pages)
+                )
+        return own
+
+    # --- private pages -----------------------------------------------------------------------------------------------
+
+    def _grow(self, old: int, new: int, writes: bool) -> bool:
+        """Pages [old, new) in every group, and private copies of what is lent if the sequence goes on writing."""
+        host, tree = self._host, self._host.tree
+        fresh = [0] * len(host.pools)
+        for group in tree.groups:
+            fresh[group.pool] += new - old
+        lending = self._is_lending and writes
+        copies = self._lent_counts() if lending else [0] * len(host.pools)
+        if tree.can_allocate([a + b for a, b in zip(fresh, copies, strict=True)]):
+            if lending:
+                self._copy_lent()
+        elif lending and self._is_sole_user_of_tail and tree.can_allocate(fresh):
+            self._take_back_lent()
+        else:
+            self._require_possible(fresh)
+            return False
+        if new > old:
+            for group in tree.groups:
+                self._append_pages(group, old, tree.allocate(host.pools[group.pool], new - old))
+        return True
+
+    def _require_possible(self, fresh: list[int]) -> None:
+        """Raises unless an empty cache could give this sequence `fresh` pages per pool beside those it has."""
+        total = list(fresh)
+        for group in self._host.tree.groups:
+            live = group.first_live(self.length, self._host.layout.page_size)[1]  # commits would free those below
+            table = self._tables[group.ordinal]
+            total[group.pool] += int(np.count_nonzero(table[live:])) + min(live, self._sink_pages(group))
+        for pool, count in zip(self._host.pools, total, strict=True):
+            if count > pool.total:
+                raise OutOfPagesError(f"one sequence needs {count} pages of pool {pool.name!r}, which has {pool.total}")
+
+    def _append_pages(self, group: Group, old: int, pages: np.ndarray) -> None:
+        g, new = group.ordinal, old + len(pages)
+        table = self._tables[g]
+        if new > len(table):
+            larger = np.zeros(min(self._host.layout.max_pages, new + new // 4 + 4), np.int32)
+            larger[: len(table)] = table
+            self._tables[g] = table = larger
+        table[old:new] = pages
+        self._mark(g, old, new)
+
+    def _shrink(self, old: int, new: int) -> None:
+        for group in self._host.layout.attention_groups:
+            self._free_private(group, new, old)
+            self._mark(group.ordinal, new, old)
+
+    def _free_private(self, group: Group, start: int, stop: int) -> None:
+        """Frees the private pages at table columns [start, stop); the entries become null."""
+        if start < stop:
+            entries = self._tables[group.ordinal][start:stop]
+            self._host.pools[group.pool].release(entries[entries > 0] if group.window is not None else entries)
+            entries[:] = NO_PAGE
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    def _keep_state(self, position: int, wanted: bool) -> None:
+        """Makes `position` an endpoint to come; with recurrent layers plans a copy of the live state."""
+        tree, builder = self._host.tree, self._host.builder
+        if not wanted or self._stopped or position in self._pending or position == 0:
+            return
+        if tree.state_pool is None:
+            self._pending[position] = NO_SLOT
+        elif self.length != position or self._in_flight or tree.state_pool.available == 0:
+            self._host.counters.snapshots_skipped += 1
+        else:
+            slot = tree.allocate_one(tree.state_pool)
+            builder.copy(tree.state_pool.ordinal, self._slot, slot)
+            self._pending[position] = slot
+
+    def _can_hand_over(self, position: int) -> bool:
+        """Whether the live state is the state at `position`."""
+        return self._slot != NO_SLOT and not self._in_flight and self.length == position
+
+    def _drop_pending(self, length: int) -> None:
+        """Endpoints to come beyond `length` will not come."""
+        for position in [p for p in self._pending if p > length]:
+            self._free_slot(self._pending.pop(position))
+
+    # --- publishing --------------------------------------------------------------------------------------------------
+
+    def _publish(self, tokens: np.ndarray) -> None:
+        """Hands the whole pages of `partial` + `tokens` to the tree, taking over pages that it already has."""
+        tree, page_size = self._host.tree, self._host.layout.page_size
+        joined = np.concatenate((self._partial, tokens)) if len(self._partial) else tokens
+        whole = len(joined) // page_size
+        self._partial = joined[whole * page_size :].copy()
+        node, done = self._node, 0
+        while done < whole:
+            rest = joined[done * page_size : whole * page_size]
+            child = node.children.get(rest[:page_size].tobytes())
+            first = self._published + done
+            if child is None:
+                pages = [self._handed_over(group, first, first + whole - done) for group in tree.groups]
+                if node.size and not node.children and node.holders == 1 and node.priority == self._priority:
+                    tree.extend(node, rest, pages, self._live_from)
+                else:
+                    node = tree.attach(node, rest, pages, self._live_from, self._priority)
+                break
+            shared, lower = shared_tokens(child, rest, page_size) // page_size, child
+            if shared < tree.num_pages(child):
+                child = tree.split(child, shared)
+            self._take_over(child, first, shared)
+            tree.settle(lower)
+            node, done = child, done + shared
+        self._node, self._published = node, self._published + whole
+
+    def _handed_over(self, group: Group, first: int, stop: int) -> np.ndarray:
+        """Our page ids as a node keeps them: -1 where there is none."""
+        entries = self._tables[group.ordinal][first:stop]
+        return entries if group.window is None else np.where(entries > 0, entries, np.int32(-1))
+
+    def _take_over(self, node: Node, first: int, count: int) -> None:
+        """The tree has pages [first, first + count) already, as all of `node`: ours are freed, or fill its holes."""
+        host, tree = self._host, self._host.tree
+        tree.hold_child(node)
+        node.priority = max(node.priority, self._priority)
+        for group in tree.groups:
+            g, pool = group.ordinal, host.pools[group.pool]
+            entries = self._tables[g][first : first + count]
+            ours = entries.copy()
+            if group.window is not None:
+                tree.fill(node, g, ours)
+                for start, stop in self._live_ranges(group, first, first + count):
+                    tree.hold_window(node, g, start, stop)
+            theirs = node.pages[g][:count]
+            pool.release(ours[(ours != theirs) & (ours > 0)])
+            if group.window is None:
+                entries[:] = theirs
+            else:
+                for start, stop in self._live_ranges(group, first, first + count):
+                    entries[start - first : stop - first] = theirs[start - first : stop - first]
+            self._mark(g, first, first + count)
+
+    def _publish_endpoints(self) -> None:
+        """Endpoints whose page has become the tree's."""
+        limit = self._published * self._host.layout.page_size
+        for position in sorted(p for p in self._pending if p <= limit):
+            self._leave_endpoint(node_of(self._node, position), position, self._pending.pop(position))
+
+    def _leave_endpoint(self, node: Node, position: int, slot: int) -> Endpoint:
+        """Hangs an endpoint on `node`, or frees `slot` if there is one at that position already."""
+        tree = self._host.tree
+        endpoint = node.endpoint_at(position)
+        if endpoint is None:
+            endpoint = tree.add_endpoint(node, position, slot, self._priority)
+            self._host.counters.snapshots_taken += slot != NO_SLOT
+        else:
+            tree.touch(endpoint, self._priority)
+            self._free_slot(slot)
+        if self._last is not None:
+            tree.extended(self._last, endpoint)
+        self._last = endpoint
+        return endpoint
+
+    # --- the last, partial page --------------------------------------------------------------------------------------
+
+    def _stop(self, closing: bool = False) -> None:
+        """Publishes the partial page, and the committed length as an endpoint.
+
+        The live state becomes that endpoint's snapshot where it hangs on our own path: there it is held as long as we
+        go on using its slot. Elsewhere (another sequence's tail, a page around it) it gets a copy.
+        """
+        tree, position = self._host.tree, self.committed
+        self._drop_pending(position)
+        hands_over = position > 0 and position not in self._pending and self._can_hand_over(position)
+        resumable = tree.state_pool is None or hands_over or bool(self._pending)
+        if position > 0 and (tree.groups or resumable):
+            if tree.state_pool is None:
+                self._pending[position] = NO_SLOT
+            elif hands_over and not closing:
+                home = self._foreign_home()  # looked up again below: making room for the copy may take it away
+                self._keep_state(position, home is not None and home.endpoint_at(position) is None)
+            home = self._publish_tail() if len(self._partial) else self._node
+            for pending in sorted(self._pending):
+                self._leave_endpoint(home, pending, self._pending.pop(pending))
+            if home.endpoint_at(position) is not None:
+                self._leave_endpoint(home, position, NO_SLOT)
+            elif hands_over and (closing or home is self._node):
+                self._hand_over_state(home, position, closing)
+        self._stopped = True
+
+    def _hand_over_state(self, home: Node, position: int, closing: bool) -> None:
+        """The live state becomes the snapshot of a new endpoint at `position`."""
+        endpoint = self._leave_endpoint(home, position, self._slot)
+        if closing:
+            self._slot = NO_SLOT
+        else:
+            self._lent = endpoint
+            self._host.tree.pin(endpoint)
+            # whoever writes on has to reserve first: that is where the private copies are made
+            self._shrink(self._num_pages(self.capacity), self._num_pages(self.length))
+            self.capacity = self.length
+
+    def _foreign_home(self) -> Node | None:
+        """What the tree has already of our partial page: another tail, or a page around it."""
+        return self._host.tree.tail_home(self._node, self._partial.tobytes()) if len(self._partial) else None
+
+    def _publish_tail(self) -> Node:
+        """The node that holds our partial page from now on: a tail of our own, or what the tree has already."""
+        tree = self._host.tree
+        home = self._foreign_home()
+        if home is None:
+            pages = [self._handed_over(group, self._published, self._published + 1) for group in tree.groups]
+            self._node = home = tree.attach(self._node, self._partial, pages, self._live_from, self._priority)
+        elif not tree.has_head(home):  # a tail that has lost window pages: ours fill them
+            self._take_over(home, self._published, 1)
+            self._node = home
+        return home
+
+    # --- what is lent to the tree ------------------------------------------------------------------------------------
+
+    @property
+    def _is_lending(self) -> bool:
+        """Whether the tree owns our partial page or our live state."""
+        return self._lends_tail or self._lent is not None
+
+    @property
+    def _lends_tail(self) -> bool:
+        return self._node is not None and 0 < self._node.size < self._host.layout.page_size
+
+    @property
+    def _is_sole_user_of_tail(self) -> bool:
+        return not self._lends_tail or self._node.holders == 1
+
+    @property
+    def _tree_pages(self) -> int:
+        """Table columns below this belong to the tree."""
+        return self._published + self._lends_tail
+
+    def _lent_counts(self) -> list[int]:
+        """Pages and slots per pool that private copies of what is lent take."""
+        counts = [0] * len(self._host.pools)
+        if self._lends_tail:
+            for group in self._host.tree.groups:
+                counts[group.pool] += self._tables[group.ordinal][self._published] > 0
+        if self._lent is not None:
+            counts[self._host.tree.state_pool.ordinal] += 1
+        return counts
+
+    def _copy_lent(self) -> None:
+        """Private copies of the lent tail and live state; the originals stay the tree's."""
+        host, tree, at = self._host, self._host.tree, self._published
+        if self._lends_tail:
+            for group in tree.groups:
+                table = self._tables[group.ordinal]
+                if table[at] > 0:
+                    page = tree.allocate_one(host.pools[group.pool])
+                    host.builder.copy(group.pool, int(table[at]), page)
+                    table[at] = page
+                    self._mark(group.ordinal, at, at + 1)
+            self._release_tail()
+        if self._lent is not None:
+            pool = tree.state_pool
+            slot = tree.allocate_one(pool)
+            host.builder.copy(pool.ordinal, self._slot, slot)
+            tree.unpin(self._lent)
+            self._lent = None
+            self._set_slot(slot)
+
+    def _take_back_lent(self) -> None:
+        """No room for copies: the lent tail and live state become private again and are not reusable."""
+        tree = self._host.tree
+        if self._lent is not None:
+            lent, self._lent = self._lent, None
+            tree.remove_endpoint(lent, keep_slot=True)
+        if self._lends_tail:
+            tail = self._node
+            self._node = tail.parent
+            tree.take_back(tail)
+
+    def _release_tail(self) -> None:
+        """The path ends at the tail's parent again."""
+        tail, tree = self._node, self._host.tree
+        for group in tree.windows:
+            for first, stop in self._live_ranges(group, self._published, self._published + 1):
+                tree.release_window(tail, group.ordinal, first, stop)
+        self._node = tail.parent
+        tree.release_child(tail, self._priority)
+
+    # --- windows -----------------------------------------------------------------------------------------------------
+
+    def _sink_pages(self, group: Group) -> int:
+        return -(-group.sinks // self._host.layout.page_size)
+
+    def _live_ranges(self, group: Group, first: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of pages [first, stop) that are live in a window group: sinks, and from `_live_from` on."""
+        live = max(self._live_from[group.ordinal], first)
+        ranges = [(live, stop)] if live < stop else []
+        if group.sinks:
+            sinks = min(self._sink_pages(group), live, stop)
+            if first < sinks:
+                ranges.append((first, sinks))
+        return ranges
+
+    def _slide(self) -> None:
+        """Pages that left a window leave the sequence. By committed length, so that a rewind finds its window."""
+        tree = self._host.tree
+        if not tree.windows:
+            return
+        length = self.length if self._stopped else min((self.committed, *self._pending))
+        for group in tree.windows:
+            g = group.ordinal
+            first = self._live_from[g]
+            stop = group.first_live(length, self._host.layout.page_size)[1]
+            if stop <= first:
+                continue
+            owned = min(stop, self._tree_pages)
+            if owned > first:
+                tree.release_window(self._node, g, first, owned)
+                self._tables[g][first:owned] = NO_PAGE
+            if stop > self._tree_pages:
+                self._free_private(group, max(first, self._tree_pages), stop)
+            self._live_from[g] = stop
+            self._mark(g, first, stop)
+
+    # --- small helpers -----------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        tree = self._host.tree
+        self._drop_pending(0)
+        if self._lent is not None:
+            tree.unpin(self._lent)
+            self._lent = None
+        else:
+            self._free_slot(self._slot)
+        self._slot = NO_SLOT
+        for group in tree.groups:
+            self._free_private(group, self._tree_pages, self._num_pages(self.capacity))
+            if group.window is not None:
+                for first, stop in self._live_ranges(group, 0, self._tree_pages):
+                    tree.release_window(self._node, group.ordinal, first, stop)
+        tree.release(self._node, self._priority)
+        self._node = None
+
+    def _num_pages(self, length: int) -> int:
+        return -(-length // self._host.layout.page_size)
+
+    def _mark(self, group: int, start: int, stop: int) -> None:
+        """Our page-table columns [start, stop) have changed."""
+        if self.row is not None:
+            self._host.builder.mark(self.row, group, start, stop)
+
+    def _set_slot(self, slot: int) -> None:
+        self._slot = slot
+        if slot != NO_SLOT:
+            self._host.slots[self.row] = slot
+            self._host.builder.slots_changed = True
+
+    def _free_slot(self, slot: int) -> None:
+        if slot != NO_SLOT:
+            self._host.tree.state_pool.release_one(slot)
