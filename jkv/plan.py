@@ -55,6 +55,8 @@ def schedule(assignment: dict[int, int]) -> list[tuple[int, int]]:
     Returns:
       (source, destination) pairs; (0, UNUSED) pairs are padding up to a chunk's end.
     """
+    if len(assignment) == 1:
+        return [(source, destination) for destination, source in assignment.items()]
     readers: dict[int, int] = {}
     for source in assignment.values():
         readers[source] = readers.get(source, 0) + 1

@@ -40,6 +40,7 @@ class Retention(RadixTree):
         ranked = {group.pool for group in self.history_windows} | ({recurrent.ordinal} if recurrent else set())
         self.endpoint_orders = [pools[ordinal].order for ordinal in sorted(ranked)]
         self.snapshots_evicted = 0
+        self._one_hold = np.full(layout.max_pages, HELD, np.int64)
 
     # --- pages come in -----------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class Retention(RadixTree):
 
     def _first_uses(self, group: Group, first: int, ids: np.ndarray, live_from: Sequence[int]) -> np.ndarray:
         """One hold for each live page. The others are holes: their owner freed them before it came here."""
-        uses = np.ones(len(ids), np.int64)
+        uses = self._one_hold[: len(ids)].copy()
         stale = live_from[group.ordinal] - first
         if stale > 0:
             uses[max(0, -(-group.sinks // self.page_size) - first) : stale] = 0
