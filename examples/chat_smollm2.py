@@ -363,6 +363,8 @@ class Engine:
                     active.append(waiting.popleft())
                     self._prefill(active[-1])
                     on_token(active[-1])
+                if waiting and not active:
+                    raise RuntimeError("a prompt finds no room although nothing else runs")
                 if running := [turn for turn in active if not turn.done]:
                     self._decode(running)
                     for turn in running:
@@ -505,6 +507,8 @@ def script_messages(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if text := line.strip():
             print(f"> {text}")
+            if text == "/quit":
+                return
             yield text
 
 
@@ -521,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(problem)
     try:
         lines = args.script.read_text(encoding="utf-8").splitlines() if args.script else None
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--script: {error}")
 
     def note(text: str) -> None:

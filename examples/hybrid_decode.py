@@ -457,7 +457,9 @@ class Server:
             victim = self.running[-1]
             self.close(victim)
             self.waiting.insert(0, victim)  # opened again later, with its prompt and what it has generated so far
-            self.crowded = True  # once somebody is done: at once, the two would take turns at closing each other
+            # Nobody is admitted again before a running request is done. If the victim came back at once, it would soon
+            # need the pages of the one that it has just made room for, and the two would close each other in turn.
+            self.crowded = True
         return request.seq is not None
 
     def close(self, request: Request) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def attend(
       positions: int32[B, T]; consecutive in each row, padding (-1) aside.
       q: [B, T, H, D], any float dtype; H a multiple of the KV heads, consecutive query heads share one.
       scale: of the scores; None: 1 / sqrt(D).
-      softcap: scores become softcap * tanh(scores / softcap), after the scale.
+      softcap: larger than 0; scores become softcap * tanh(scores / softcap), after the scale.
       sink_logits: float[H], learned logits that take part in each softmax and have no value.
       chunk: the step's own K/V as given to `append`, buffer -> [B, T, *shape]. Own tokens are then read from here
         and only older ones from pages, so own tokens need no pages. Do the append before this all the same: an
@@ -75,6 +75,8 @@ def attend(
     Returns:
       [B, T, H, D] in q's dtype, accumulated in float32; zeros for padding and for queries that see nothing.
 
+    A NaN or Inf among a sequence's own tokens may reach all of that sequence's outputs of the step, never another's.
+
     Raises:
       ConfigError: an unknown or recurrent layer, buffers or dtypes that this op does not read, a wrong shape.
     """
@@ -84,7 +86,7 @@ def attend(
     kv_heads, k_dim, v_dim = _kv_dims(layer, place.buffers)
     rows, positions = ops.check_tokens(state, rows, positions)
     batch, tokens = positions.shape
-    q = jnp.asarray(q)
+    q = ops.as_array("attend: q", q)
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ConfigError(f"attend: q must have a float dtype, got {q.dtype}")
     if q.ndim != 4 or q.shape[:2] != (batch, tokens) or q.shape[3] != k_dim:
@@ -95,13 +97,13 @@ def attend(
     if chunk is not None:
         chunk = ops.check_values("attend", layer, "chunk", chunk, place.buffers, (batch, tokens))
     if mask is not None:
-        mask = jnp.asarray(mask)
+        mask = ops.as_array("attend: mask", mask)
         if mask.dtype != jnp.bool_ or mask.shape != (batch, tokens, tokens):
             raise ConfigError(
                 f"attend: mask must be bool[{batch}, {tokens}, {tokens}], got {mask.dtype}{list(mask.shape)}"
             )
     if sink_logits is not None:
-        sink_logits = jnp.asarray(sink_logits)
+        sink_logits = ops.as_array("attend: sink_logits", sink_logits)
         if sink_logits.shape != (heads,) or not jnp.issubdtype(sink_logits.dtype, jnp.floating):
             raise ConfigError(
                 f"attend: sink_logits must be float[{heads}], got {sink_logits.dtype}{list(sink_logits.shape)}"
@@ -140,6 +142,9 @@ def append_attend(
     """`append` and `attend` in one: what a model's attention layer calls.
 
     Right also when own tokens have no pages: they are read from `values`.
+
+    Layers of groups that share a pool share its arrays: their calls stay in place where one's inputs depend on the
+    other's output, as in a stack of layers; side by side, XLA copies the pool.
 
     Args:
       state: the cache; donate it to the jitted step and the write is in place.
@@ -246,8 +251,11 @@ class _Reference:
 
         self.q = q
         self.batch, self.tokens, self.heads, self.dim = q.shape
-        self.scale = 1 / math.sqrt(self.dim) if scale is None else scale
-        self.softcap, self.sink_logits = softcap, sink_logits
+        self.scale = 1 / math.sqrt(self.dim) if scale is None else _scalar("scale", scale)
+        if isinstance(softcap, int | float) and softcap <= 0:
+            raise ConfigError(f"softcap must be larger than 0, or None for none; got {softcap}")
+        self.softcap = None if softcap is None else _scalar("softcap", softcap)
+        self.sink_logits = sink_logits
         self.kv_heads = next(iter(self.pools.values())).shape[-2]
         self.groups = self.heads // self.kv_heads
         self.tiles = -(-self.tokens // QUERY_TILE)
@@ -468,3 +476,10 @@ def _columns_by_position(mask: jax.Array, positions: jax.Array) -> jax.Array:
     """bool[B, T, T] with column j the own token at the row's first position + j, wherever padding lies."""
     order = jnp.argsort(jnp.where(positions < 0, INT32_MAX, positions), axis=1)
     return jnp.take_along_axis(mask, order[:, None, :], axis=2)
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    """`value` as float32[]; ConfigError if it is not a number."""
+    if isinstance(value, str | bytes) or jnp.ndim(value) != 0:
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    return jnp.asarray(value, jnp.float32)

@@ -36,7 +36,7 @@ class Buffer:
       shape: attention: shape per token; recurrent: shape of the whole state.
       dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int32.
       page_size: None, or the cache's own page_size.
-      spec: axis names per dimension of `shape`; only meaningful on a mesh.
+      spec: must be None: meshes are not supported.
 
     >>> Buffer((8, 64), jnp.float32).nbytes
     2048
@@ -63,6 +63,8 @@ class Buffer:
         object.__setattr__(self, "dtype", dtype)
         if self.page_size is not None:
             require_int("Buffer.page_size", self.page_size, 1)
+        if self.spec is not None:
+            raise ConfigError(f"Buffer.spec={self.spec!r}: meshes are not supported, pass None")
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +135,10 @@ class RecurrentLayer:
     """A layer that keeps one state per sequence (Mamba, gated delta net, ...).
 
     Args:
-      buffers: name -> Buffer, shapes of the whole state, e.g. {"conv": ..., "ssm": ...}.
+      buffers: name -> Buffer, shapes of the whole state.
+
+    >>> sorted(RecurrentLayer({"conv": Buffer((64, 3)), "ssm": Buffer((4, 16, 16), jnp.float32)}).buffers)
+    ['conv', 'ssm']
     """
 
     buffers: Mapping[str, Buffer]
@@ -156,6 +161,9 @@ class DeviceTier:
         of sequences of max_length.
       pages: usable pages (recurrent: state slots), the null page excluded: an int for every pool, or
         {group: int}. Groups that share a pool add up.
+
+    >>> DeviceTier(pages={"full": 512, "recurrent": 64}).pages["full"]
+    512
     """
 
     bytes: int | None = None
@@ -186,6 +194,9 @@ class Scope:
       adapter: name or number of the adapter (LoRA) that the KV was computed with; None: the plain model.
       version: version of the adapter's weights.
       salt: a secret or tenant; None, 0 and "" are three different salts.
+
+    >>> Scope(salt=0) == Scope(salt=""), Scope("x") == Scope(salt="x")
+    (False, False)
     """
 
     adapter: int | str | None = None

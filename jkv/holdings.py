@@ -75,12 +75,7 @@ class Holdings:
         self._in_flight = False
         self._stopped = False
 
-    @property
-    def slot(self) -> int:
-        """The live state's slot; 0 without recurrent layers."""
-        return self._slot
-
-    def table(self, group: int) -> np.ndarray:
+    def _table(self, group: int) -> np.ndarray:
         """This sequence's page ids in the attention group of that ordinal: int32[pages]."""
         return self._tables[group][: self._num_pages(self.capacity)]
 

@@ -43,7 +43,7 @@ def check_host(host: Host) -> None:
     vacant = [row for row, owner in enumerate(host.rows) if owner is None]
     demand(sorted(host.free_rows) == vacant, f"free rows {sorted(host.free_rows)}, rows without a sequence {vacant}")
     for row, owner in enumerate(host.rows):
-        slot = NO_SLOT if owner is None else owner.slot
+        slot = NO_SLOT if owner is None else owner._slot
         demand(host.slots[row] == slot, f"row {row}: live slot {host.slots[row]}, its sequence has {slot}")
 
 
@@ -59,10 +59,10 @@ def _private_pages(host: Host, seq: Sequence) -> list[np.ndarray]:
     """Per pool the page ids and slots that `seq` owns."""
     pages: list[list[int]] = [[] for _ in host.pools]
     for group in host.tree.groups:
-        entries = seq.table(group.ordinal)[seq._tree_pages :]
+        entries = seq._table(group.ordinal)[seq._tree_pages :]
         pages[group.pool].extend(entries[entries > 0].tolist())
     if host.tree.state_pool is not None:
-        live = [] if seq._lent is not None else [seq.slot]
+        live = [] if seq._lent is not None else [seq._slot]
         pages[host.tree.state_pool.ordinal].extend([*live, *seq._pending.values()])
     return [np.array(ids, np.int32) for ids in pages]
 
@@ -70,11 +70,11 @@ def _private_pages(host: Host, seq: Sequence) -> list[np.ndarray]:
 def _check_lengths(seq: Sequence) -> None:
     demand(seq.committed <= seq.length <= seq.capacity, f"{seq!r}: committed <= length <= capacity does not hold")
     if seq._node is None:
-        empty = not seq.capacity and seq.slot == NO_SLOT and seq.row is None
+        empty = not seq.capacity and seq._slot == NO_SLOT and seq.row is None
         demand(empty, f"{seq!r} holds something before its first resume")
         return
     lent = seq._lent
-    demand(lent is None or (lent.alive and lent.pinned and lent.slot == seq.slot), f"{seq!r}: its lent state is lost")
+    demand(lent is None or (lent.alive and lent.pinned and lent.slot == seq._slot), f"{seq!r}: its lent state is lost")
     page_size = seq._host.layout.page_size
     end = seq._node.start if seq._lends_tail else seq._node.end
     agree = end == seq._published * page_size and seq.committed == end + len(seq._partial)

@@ -74,7 +74,7 @@ class CacheManager:
 
     def _table_of(self, row: int, group: int) -> np.ndarray:
         owner = self._host.rows[row]
-        return NO_ENTRIES if owner is None else owner.table(group)
+        return NO_ENTRIES if owner is None else owner._table(group)
 
     # --- state -------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class CacheManager:
           A fresh state of the same shapes: nothing recompiles.
         """
         for seq in list(self._host.sequences):
-            seq.abandon()
+            seq._abandon()
         self._keep_totals()
         self._host = self._fresh_host()
         return self.init()
@@ -201,20 +201,20 @@ class CacheManager:
             state = apply(state, builder.build())
             builder.clear()
         for seq in batch:
-            seq.prepared()
+            seq._put_in_flight()
         return state, rows
 
     def _rows(self, sequences: Iterable[Sequence]) -> tuple[list[Sequence], np.ndarray]:
         """The batch as a list, and its rows; every sequence must be active, ours and listed once."""
-        if isinstance(sequences, Sequence):
-            raise ConfigError("prepare: takes a list of sequences, got one Sequence")
+        if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
+            raise ConfigError(f"prepare: takes a list of sequences, got {sequences!r}")
         batch = list(sequences)
         for i, seq in enumerate(batch):
             if not isinstance(seq, Sequence):
                 raise ConfigError(f"prepare: sequences[{i}] is a {type(seq).__name__}, not a Sequence")
             if seq.status is not Status.ACTIVE:
                 raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, is not active")
-            if self._host.rows[seq.row] is not seq:
+            if seq not in self._host.sequences:
                 raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, belongs to another manager")
         rows = np.array([seq.row for seq in batch], np.int32)
         if len(set(batch)) != len(batch):

@@ -3,7 +3,7 @@
 Rules that all of them share:
 
 - A padded batch entry has row -1, a padded token position -1: reads give zeros, writes go nowhere.
-- So do tokens whose page-table entry is null (0), rows without a state slot, and anything out of range.
+- So do tokens whose page-table entry is null (0), rows without a state slot, and rows and pages out of range.
 - Nothing is ever read from page 0 or slot 0: what lies there is garbage.
 - Padding becomes an index >= size, never a negative one: `.at[-1].set(mode="drop")` writes the last page.
 - Wrong arguments raise ConfigError while tracing, never on the device.
@@ -28,9 +28,15 @@ from jkv.state import CacheState
 # ---- checks, at trace time ----------------------------------------------------------------------------------
 
 
+def _place(state: CacheState, layer: str, op: str) -> LayerPlace:
+    if not isinstance(state, CacheState):
+        raise ConfigError(f"{op}: state must be a CacheState, got {type(state).__name__}")
+    return state.layout.place(layer)
+
+
 def attention_place(state: CacheState, layer: str, op: str) -> LayerPlace:
     """Where the attention layer `layer` lies; ConfigError for an unknown or a recurrent one."""
-    place = state.layout.place(layer)
+    place = _place(state, layer, op)
     if place.group.recurrent:
         raise ConfigError(f"{op}: layer {layer!r} is recurrent; use read_state and write_state")
     return place
@@ -38,15 +44,25 @@ def attention_place(state: CacheState, layer: str, op: str) -> LayerPlace:
 
 def recurrent_place(state: CacheState, layer: str, op: str) -> LayerPlace:
     """Where the recurrent layer `layer` lies; ConfigError for an unknown or an attention layer."""
-    place = state.layout.place(layer)
+    place = _place(state, layer, op)
     if not place.group.recurrent:
         raise ConfigError(f"{op}: layer {layer!r} is an attention layer; use append, attend and gather")
     return place
 
 
+def as_array(name: str, value: Any) -> jax.Array:
+    """`value` as an array; ConfigError if it is none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be an array, got {value!r}") from error
+
+
 def _index_array(name: str, value: ArrayLike, rank: int, shape: str) -> jax.Array:
     """`value` as int32; ConfigError if it is not a signed integer array of that rank."""
-    array = jnp.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype == np.int64 and value.size and abs(value).max() > INT32_MAX:
+        raise ConfigError(f"{name} must be int32{shape}, got values up to {abs(value).max()}")
+    array = as_array(name, value)
     if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.signedinteger):
         raise ConfigError(f"{name} must be int32{shape}, got {array.dtype}{list(array.shape)}")
     return array.astype(jnp.int32)
@@ -78,7 +94,7 @@ def check_values(
         raise ConfigError(f"{where} must be a mapping with the buffers {sorted(buffers)}, got {given}")
     arrays = {}
     for name, buffer in buffers.items():
-        array = values[name] if hasattr(values[name], "dtype") else jnp.asarray(values[name])
+        array = values[name] if hasattr(values[name], "dtype") else as_array(f"{argument}[{name!r}]", values[name])
         shape = (*lead, *buffer.shape)
         if array.shape != shape or array.dtype != buffer.dtype:
             raise ConfigError(
@@ -183,7 +199,7 @@ def gather(state: CacheState, layer: str, rows: ArrayLike, length: int) -> dict[
       state: the cache.
       layer: name of an attention layer.
       rows: int32[B]; -1: padding.
-      length: tokens to read, a Python int of at most max_length.
+      length: tokens to read, a Python int of at most max_length, rounded up to whole pages.
 
     Returns:
       buffer -> [B, length, *shape] in the declared dtype; zeros for padding and where a row has no page. Tokens
@@ -317,7 +333,8 @@ def _known_buffer(op: str, layer: str, place: LayerPlace, buffer: str) -> Buffer
 def pool(state: CacheState, layer: str, buffer: str) -> jax.Array:
     """The whole array of one buffer, in its declared dtype, for custom kernels.
 
-    On the CPU a float narrower than 32 bits is stored as an integer: outside jit this then copies the pool.
+    On the CPU a float narrower than 32 bits is stored as an integer: outside jit this copies the pool, and inside a
+    write to it in the declared dtype does.
 
     Args:
       state: the cache.
@@ -331,7 +348,7 @@ def pool(state: CacheState, layer: str, buffer: str) -> jax.Array:
     Raises:
       ConfigError: an unknown layer or buffer.
     """
-    place = state.layout.place(layer)
+    place = _place(state, layer, "pool")
     dtype = _known_buffer("pool", layer, place, buffer).dtype
     return as_dtype(layer_arrays(state, place)[buffer], dtype)
 
@@ -348,7 +365,7 @@ def with_pool(state: CacheState, layer: str, buffer: str, array: jax.Array) -> C
     Raises:
       ConfigError: an unknown layer or buffer; another shape or dtype than `pool` gives.
     """
-    place = state.layout.place(layer)
+    place = _place(state, layer, "with_pool")
     dtype = _known_buffer("with_pool", layer, place, buffer).dtype
     arrays = layer_arrays(state, place)
     stored = arrays[buffer]

@@ -49,6 +49,9 @@ class Match:
       raw_tokens: the longest token match, no group and no cap applied.
       limited_by: the group that shortened the longest path most; None if only the caps did.
       tier_tokens: the hit's tokens by the tier they lie in.
+
+    >>> Match(tokens=32, attention_tokens=48, raw_tokens=50, limited_by="recurrent").limited_by
+    'recurrent'
     """
 
     tokens: int = 0

@@ -21,7 +21,11 @@ from jkv.radix import NO_SLOT, Match, node_of
 
 
 class Status(enum.StrEnum):
-    """What a sequence is doing. A str: `Status.ACTIVE == "active"`."""
+    """What a sequence is doing; also a str.
+
+    >>> Status.ACTIVE == "active"
+    True
+    """
 
     ACTIVE = "active"
     SUSPENDED = "suspended"
@@ -226,7 +230,7 @@ class Sequence(Holdings):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def prepared(self) -> None:
+    def _put_in_flight(self) -> None:
         """`prepare` has listed this sequence: a step may be dispatched now."""
         self._reserved = self.capacity
         self._in_flight = self._in_flight or self.capacity > self.length
@@ -378,9 +382,9 @@ class Sequence(Holdings):
             self._let_go()
         if self.row is not None:
             self._leave_row()
-        self.abandon()
+        self._abandon()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Closed, without a word to the tree: after `close`, or when the device's contents are lost."""
         self.status = Status.CLOSED
         self.row = None

@@ -36,6 +36,12 @@ class CacheStats:
       evicted_pages: {pool: pages, or slots, that eviction freed}.
       pools: {pool: PoolStats}; a pool's name is its groups', joined by ",".
       active, suspended: open sequences.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+    >>> manager.stats().pools["full"].free
+    16
     """
 
     lookups: int

@@ -276,7 +276,7 @@ def host_only(manager, seq, ids, **options):
     assert seq.reserve(len(ids))
     manager._host.builder.build()
     manager._host.builder.clear()
-    seq.prepared()
+    seq._put_in_flight()
     seq.commit(ids, **options)
 
 

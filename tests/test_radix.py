@@ -33,7 +33,7 @@ def write(manager, seq, ids, **options):
         return False
     manager._host.builder.build()
     manager._host.builder.clear()
-    seq.prepared()
+    seq._put_in_flight()
     seq.commit(ids, **options)
     return True
 

@@ -59,7 +59,7 @@ def run_request(manager: CacheManager, tokens: np.ndarray, split: int = 0) -> in
         manager._rows([seq])
         builder.build()
         builder.clear()
-        seq.prepared()
+        seq._put_in_flight()
         seq.commit(tokens[seq.length : stop])
     seq.close()
     return reused
