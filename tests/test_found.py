@@ -1,0 +1,173 @@
+"""Faults that reviews of jkv found, as they were replayed: each of these served wrong bytes, leaked, or raised."""
+
+import numpy as np
+import pytest
+from oracle import World, fresh, join, tokens
+
+import jkv
+
+
+def test_after_end_writing_on_needs_a_reserve():
+    """The lent state would be overwritten: capacity falls to length, and the next reserve makes the copies."""
+    w = World("full recurrent", pages=64)
+    t = tokens(12)
+    a = w.start(t)
+    assert a.reserve(12)
+    w.prepare(a)
+    a.write(t[:5])
+    a.commit(end=True)
+    assert a.seq.capacity == 5
+    w.prepare(a)
+    with pytest.raises(jkv.SequenceStateError, match="4 tokens at length 5"):
+        a.seq.advance(4)
+    a.dispatch(t[5:9])  # reserves
+    a.advance()
+    b = w.start(join(t[:5], [1]))
+    assert b.reused == 5
+    w.prepare(b)  # verifies the state that b got
+
+
+def test_a_state_is_not_lent_to_a_page_of_another():
+    """Another's cached page holds our partial page: eviction there must not take the live state."""
+    w = World("full recurrent", pages={"full": 6, "recurrent": 4}, max_length=24, max_sequences=4)
+    t = tokens(8)
+    w.turn(t)
+    c = w.start(t[:6], max_reuse=0)
+    c.prefill([6], end=True)
+    d = w.start(tokens(20, "d"), max_reuse=0)
+    d.dispatch(tokens(16, "d"))
+    assert not c.reserve(3)
+    d.close()
+    assert c.reserve(1)
+    c.close()
+
+
+def test_a_tail_that_its_window_has_left_can_be_taken_back():
+    w = World("full window:2", pages={"full": 4, "window:2": 8}, max_length=32, shared=False)
+    t = tokens(16)
+    a = w.start(t)
+    assert a.reserve(16)
+    w.prepare(a)
+    a.write(t[:12])
+    a.advance()
+    a.commit(6, end=True)  # the window is at 12: the tail's window page is nobody's
+    a.reserve(1)
+    w.check()
+
+
+def test_shrinking_does_not_land_a_step_in_flight():
+    w = World("full recurrent", pages=64)
+    t = tokens(12)
+    a = w.start(t)
+    a.step(t[:4])
+    a.dispatch(t[4:8])
+    a.seq.resize(4)
+    w.state, _ = w.manager.prepare(w.state, [a.seq])
+    a.seq.close()  # the live state is at 8, not at 4
+    w.runs.remove(a)
+    w.fetch()
+    assert w.start(join(t[:4], [1])).reused == 0
+
+
+def test_a_stopped_sequence_takes_no_snapshots():
+    w = World("full recurrent", pages={"full": 16, "recurrent": 6}, max_sequences=2)
+    t = tokens(20)
+    a = w.start(t)
+    a.step(t[:4], end=True)
+    for i in range(4, 10):
+        a.dispatch(t[i : i + 1])
+        a.advance(snapshot=True)
+    assert w.pool("recurrent").private == 1
+
+
+def test_pages_that_a_late_commit_would_free_are_no_reason_to_give_up():
+    w = World("full window:4", pages={"full": 16, "window:4": 2}, max_length=40, shared=False)
+    t = tokens(40)
+    a = w.start(t[:4])
+    a.step(t[:4])
+    for i in range(4, 12):
+        if not a.seq.reserve(1):  # False, not OutOfPagesError: commits come later here
+            a.commit(a.seq.length - a.seq.committed)
+        a.dispatch(t[i : i + 1])
+        a.advance()
+
+
+def test_a_window_of_one_with_sinks_needs_its_sinks():
+    w = World("full window:1+6", pages={"full": 32, "window:1+6": 4}, max_length=64, shared=False)
+    t = tokens(14)
+    w.turn(t)
+    x = w.start(fresh(14))
+    x.dispatch(x.prompt)  # takes the sink pages of the first
+    x.close()
+    assert w.probe(join(t, [1])).tokens == 0
+    w.start(t[:7], max_reuse=0).prefill().close()
+    assert w.probe(t[:7]).tokens == 7
+
+
+def test_what_was_rewound_is_not_committed_without_a_step():
+    w = World("full", pages=16)
+    t = tokens(16)
+    a = w.start(t)
+    a.dispatch(t[:4])
+    a.advance()
+    a.rewind(4)
+    with pytest.raises(jkv.SequenceStateError):
+        a.seq.commit(t[8:12])
+
+
+def test_removed_children_leave_nothing_behind():
+    w = World("full window:8", pages=8, max_length=32, partial_reuse=False)
+    keeper = w.start(fresh(5)).prefill()
+    for _ in range(30):
+        w.turn(fresh(4))
+    (root,) = w.manager._host.tree.roots.values()
+    assert len(root.stale_heads) <= len(root.children)
+    keeper.close()
+
+
+def test_a_low_priority_continuation_does_not_inherit():
+    w = World("full", pages=16, max_length=64)
+    a, b, c = tokens(4), join(tokens(4), tokens(28, "b")), tokens(28, "c")
+    w.turn(a, priority=5)
+    w.turn(b, priority=0)
+    w.turn(c, priority=3)
+    w.turn(tokens(16, "d"), priority=1)  # needs four pages, one is free
+    assert w.probe(c).tokens == 28
+    assert w.probe(b).tokens < 32
+
+
+def test_evicted_pages_count_in_every_pool():
+    w = World(
+        "full window:40 recurrent", pages={"full": 8, "window:40": 64, "recurrent": 40}, max_length=64, shared=False
+    )
+    for _ in range(6):
+        w.turn(fresh(16), [8, 8])
+    stats = w.manager.stats()
+    assert stats.snapshots_evicted == stats.evicted_pages["recurrent"] > 0
+    assert stats.evicted_pages["window:40"] > 0
+
+
+def test_another_managers_sequence_is_refused_whatever_its_row():
+    config = jkv.CacheConfig({"a": jkv.AttentionLayer(jkv.kv_buffers(1, 4))}, 1, 16, tiers=(jkv.DeviceTier(pages=4),))
+    ours = jkv.CacheManager(config)
+    theirs = World("full", pages=16, max_sequences=4)
+    runs = [theirs.start(tokens(4)) for _ in range(3)]
+    state = ours.init()
+    for run in runs:
+        with pytest.raises(jkv.SequenceStateError, match="another manager"):
+            ours.prepare(state, [run.seq])
+    for wrong in (None, 5, runs[0].seq):
+        with pytest.raises(jkv.ConfigError, match="list of sequences"):
+            ours.prepare(state, wrong)
+
+
+@pytest.mark.parametrize(
+    "argument", [{"softcap": 0.0}, {"softcap": "x"}, {"scale": np.ones(3, np.float32)}, {"scale": "x"}]
+)
+def test_scale_and_softcap_are_numbers(argument):
+    config = jkv.CacheConfig(
+        {"a": jkv.AttentionLayer(jkv.kv_buffers(1, 4, np.float32))}, 1, 16, tiers=(jkv.DeviceTier(pages=4),)
+    )
+    state = jkv.CacheManager(config).init()
+    with pytest.raises(jkv.ConfigError, match=next(iter(argument))):
+        jkv.attend(state, "a", np.array([0]), np.array([[0]]), np.ones((1, 1, 1, 4), np.float32), **argument)
