@@ -180,11 +180,11 @@ class Holdings:
 
     def _require_possible(self, fresh: list[int]) -> None:
         """Raises unless an empty cache could give this sequence `fresh` pages per pool beside those it has."""
-        total = list(fresh)
+        total, page_size = list(fresh), self._host.layout.page_size
         for group in self._host.tree.groups:
-            live = group.first_live(self.length, self._host.layout.page_size)[1]  # commits would free those below
+            live = group.first_live(self.length, page_size)[1]  # commits would free those below
             table = self._tables[group.ordinal]
-            total[group.pool] += int(np.count_nonzero(table[live:])) + min(live, self._sink_pages(group))
+            total[group.pool] += int(np.count_nonzero(table[live:])) + min(live, group.sink_pages(page_size))
         for pool, count in zip(self._host.pools, total, strict=True):
             if count > pool.total:
                 raise OutOfPagesError(f"one sequence needs {count} pages of pool {pool.name!r}, which has {pool.total}")
@@ -439,15 +439,12 @@ class Holdings:
 
     # --- windows -----------------------------------------------------------------------------------------------------
 
-    def _sink_pages(self, group: Group) -> int:
-        return -(-group.sinks // self._host.layout.page_size)
-
     def _live_ranges(self, group: Group, first: int, stop: int) -> list[tuple[int, int]]:
         """The parts of pages [first, stop) that are live in a window group: sinks, and from `_live_from` on."""
         live = max(self._live_from[group.ordinal], first)
         ranges = [(live, stop)] if live < stop else []
         if group.sinks:
-            sinks = min(self._sink_pages(group), live, stop)
+            sinks = min(group.sink_pages(self._host.layout.page_size), live, stop)
             if first < sinks:
                 ranges.append((first, sinks))
         return ranges
@@ -461,7 +458,7 @@ class Holdings:
         for group in tree.windows:
             g = group.ordinal
             first = self._live_from[g]
-            stop = group.first_live(length, self._host.layout.page_size)[1]
+            stop = group.live_from(length, self._host.layout.page_size)
             if stop <= first:
                 continue
             owned = min(stop, self._tree_pages)

@@ -36,6 +36,14 @@ class Group:
     recurrent: bool
     pool: int
 
+    def sink_pages(self, page_size: int) -> int:
+        """Pages that hold sinks, once a sequence is long enough."""
+        return -(-self.sinks // page_size)
+
+    def live_from(self, length: int, page_size: int) -> int:
+        """The page from which on, beside the sink pages, a sequence of `length` tokens keeps its pages."""
+        return max(self.first_live(length, page_size)[1], self.sink_pages(page_size))
+
     def first_live(self, length: int, page_size: int) -> tuple[int, int]:
         """The stale page range [sink_pages, first_live) of a sequence of `length` tokens (SPEC S18).
 
@@ -43,7 +51,7 @@ class Group:
         """
         if self.window is None:
             return 0, 0
-        sink_pages = min(-(-length // page_size), -(-self.sinks // page_size))
+        sink_pages = min(-(-length // page_size), self.sink_pages(page_size))
         return sink_pages, max(sink_pages, (length + 1 - self.window) // page_size)
 
     def needed(self, length: int, page_size: int) -> tuple[int, int, int]:

@@ -30,8 +30,9 @@ class EvictionOrder:
                    `level` the largest such sum evicted so far (GreedyDual, Young 1994: no clock; what is cheap to
                    lose ages fast, what is dear slowly)
 
-    Items are put and discarded eagerly, so everything inside can really be evicted, with one exception that the
-    tree handles by `put_back`. All operations are O(log n) amortised; the heap drops stale entries lazily.
+    Items come and go eagerly, so what is ranked is still in the tree. What cannot give a page just now (its pages are
+    held, its slot is lent) the tree passes over and puts back. All operations are O(log n) amortised; the heap drops
+    stale entries lazily.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class EvictionOrder:
         self._serials.pop(item, None)
 
     def drop(self, item: Hashable) -> None:
-        """Forgets `item` in every class."""
+        """Forgets the rank of `item`, and that it was superseded."""
         self._serials.pop(item, None)
         self.superseded.pop(item, None)
 

@@ -83,7 +83,7 @@ class Retention(RadixTree):
         uses = self._one_hold[: len(ids)].copy()
         stale = live_from[group.ordinal] - first
         if stale > 0:
-            uses[max(0, -(-group.sinks // self.page_size) - first) : stale] = 0
+            uses[max(0, group.sink_pages(self.page_size) - first) : stale] = 0
         return uses
 
     def _count_in(self, node: Node, group: Group, pool: PagePool, ids: np.ndarray) -> None:

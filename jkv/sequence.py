@@ -142,7 +142,7 @@ class Sequence(Holdings):
             if candidate.start <= whole * page_size < length:
                 source = candidate
         for group in tree.windows:
-            self._live_from[group.ordinal] = max(group.first_live(length, page_size)[1], self._sink_pages(group))
+            self._live_from[group.ordinal] = group.live_from(length, page_size)
         if not self._has_room(node, whole, source is not None):
             return False
 
@@ -222,10 +222,7 @@ class Sequence(Holdings):
             self._shrink(old, new)
         self.capacity = capacity
         if length > self.length:
-            self._move_to(length)
-            self._keep_state(length, length in self._points)
-            if self._stopped:
-                self._slide()
+            self._advance_to(length, None)
         return True
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -251,10 +248,7 @@ class Sequence(Holdings):
         if n == 0:
             self._in_flight = False
             return
-        self._move_to(self.length + n)
-        self._keep_state(self.length, self.length in self._points if snapshot is None else snapshot)
-        if self._stopped:
-            self._slide()
+        self._advance_to(self.length + n, snapshot)
 
     def commit(self, tokens: Any, *, snapshot: bool | None = None, end: bool = False) -> None:
         """Publishes the ids of the tokens at `committed`..; advances first if they go past `length`.
@@ -318,7 +312,7 @@ class Sequence(Holdings):
                 f"rewind({n}): a recurrent state cannot be taken back from {self.length} to {length} tokens"
             )
         for group in self._host.tree.windows:
-            first = max(group.first_live(length, self._host.layout.page_size)[1], self._sink_pages(group))
+            first = group.live_from(length, self._host.layout.page_size)
             if first < self._live_from[group.ordinal]:
                 raise SequenceStateError(
                     f"rewind({n}): at length {length} group {group.name!r} needs pages from {first} on, they are kept "
@@ -327,6 +321,13 @@ class Sequence(Holdings):
         self.length = length
         self._reserved = min(self._reserved, length)  # what is written there next needs a step of its own
         self._drop_pending(length)
+
+    def _advance_to(self, length: int, snapshot: bool | None) -> None:
+        """The tokens up to `length` are written, whatever their ids."""
+        self._move_to(length)
+        self._keep_state(length, length in self._points if snapshot is None else snapshot)
+        if self._stopped:
+            self._slide()
 
     def _move_to(self, length: int) -> None:
         self.length = length
