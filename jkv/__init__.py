@@ -5,7 +5,17 @@ pages and recurrent states on the device; pure functions read and write them ins
 """
 
 from jkv.attention import append_attend, attend
-from jkv.config import AttentionLayer, Buffer, CacheConfig, DeviceTier, RecurrentLayer, Scope, kv_buffers
+from jkv.config import (
+    AttentionLayer,
+    Buffer,
+    CacheConfig,
+    DeviceTier,
+    RecurrentLayer,
+    Scope,
+    WindowScratch,
+    kv_buffers,
+    latent_buffers,
+)
 from jkv.errors import (
     CacheError,
     ConfigError,
@@ -15,8 +25,19 @@ from jkv.errors import (
     StoreError,
 )
 from jkv.manager import CacheManager
-from jkv.ops import append, gather, pool, read_state, slots_for, table_for, with_pool, write_state
+from jkv.ops import (
+    append,
+    candidate_slots,
+    gather,
+    pool,
+    read_state,
+    slots_for,
+    table_for,
+    with_pool,
+    write_state,
+)
 from jkv.radix import Match
+from jkv.ragged import Ragged
 from jkv.sequence import Sequence, Status
 from jkv.state import CacheState
 from jkv.stats import CacheStats
@@ -34,17 +55,21 @@ __all__ = [
     "IntegrityError",
     "Match",
     "OutOfPagesError",
+    "Ragged",
     "RecurrentLayer",
     "Scope",
     "Sequence",
     "SequenceStateError",
     "Status",
     "StoreError",
+    "WindowScratch",
     "append",
     "append_attend",
     "attend",
+    "candidate_slots",
     "gather",
     "kv_buffers",
+    "latent_buffers",
     "pool",
     "read_state",
     "slots_for",

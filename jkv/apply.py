@@ -1,7 +1,8 @@
 """A Plan carried out on a CacheState.
 
     plan.entries, plan.copies  ->  one jitted call, donated: scattered into the tables and pools in place
-    plan.tables, plan.slots    ->  device_put: they replace what is there
+    plan.tables, plan.slots,   ->  device_put: they replace what is there
+    plan.candidates
 
 The host never waits here: everything is dispatched, and program order on the device does the rest.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +39,8 @@ def apply(state: CacheState, plan: Plan) -> CacheState:
     """
     if plan.tables is not None:
         state = dataclasses.replace(state, page_tables=_replaced(state.page_tables, plan.tables))
-    if plan.slots is not None:
-        slots = dict.fromkeys(state.state_slots, plan.slots)
+    if plan.slots is not None or plan.candidates is not None:
+        slots = {"recurrent": plan.slots, "candidates": plan.candidates}
         state = dataclasses.replace(state, state_slots=_replaced(state.state_slots, slots))
 
     # The first array of copies shares its dispatch with the entries; more of them are rare (a whole batch resumed).
@@ -65,15 +67,18 @@ def _with_tables(state: CacheState, tables: Tables) -> CacheState:
     return dataclasses.replace(state, page_tables=dict(zip(names, tables, strict=True)))
 
 
-def _replaced(old: dict[str, jax.Array], new: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """`new` placed as `old` is: another sharding, or none committed to, would recompile the user's step.
+def _replaced(old: dict[str, jax.Array], new: Mapping[str, np.ndarray | None]) -> dict[str, jax.Array]:
+    """`old` with the arrays of `new` for those of their names; None: as it was.
 
-    The old arrays are deleted as if donated, so that going on with the old state is an error, not stale tables.
+    They are placed as the old ones are: another sharding, or none committed to, would recompile the user's step. The
+    old ones are deleted as if donated, so that going on with the old state is an error, not stale tables.
     """
-    placed = {name: jax.device_put(new[name], array.sharding) for name, array in old.items()}
-    for array in old.values():
-        array.delete()
-    return placed
+    placed = {
+        name: jax.device_put(new[name], array.sharding) for name, array in old.items() if new.get(name) is not None
+    }
+    for name in placed:
+        old[name].delete()
+    return {**old, **placed}
 
 
 def _set_entries(tables: Tables, entries: jax.Array, count: jax.Array) -> Tables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,12 @@ from jkv.errors import ConfigError
 SUPPORTED_DTYPES = tuple(
     np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.int32)
 )
+
+SCALE_DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
+SCALE_SUFFIX = "_scale"  # buffer "kv" is scaled by buffer "kv_scale"
+
+# What is stored quantised, and the largest number that each dtype holds.
+LARGEST_QUANTIZED = {np.dtype(jnp.int8): 127, np.dtype(jnp.float8_e4m3fn): 448}
 
 
 def require_int(field: str, value: object, least: int) -> int:
@@ -35,8 +42,10 @@ class Buffer:
     Args:
       shape: attention: shape per token; recurrent: shape of the whole state.
       dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int32.
-      page_size: None, or the cache's own page_size.
+      page_size: tokens of a page as `pool`, `with_pool` and `table_for` show them, for a kernel that wants smaller
+        pages: a divisor of the cache's page_size; None: that itself. Attention only.
       spec: must be None: meshes are not supported.
+      value_dim: of a latent, the leading elements that are its value (`latent_buffers`). Attention only.
 
     >>> Buffer((8, 64), jnp.float32).nbytes
     2048
@@ -46,6 +55,7 @@ class Buffer:
     dtype: Any = jnp.bfloat16
     page_size: int | None = None
     spec: Any = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         shape = (self.shape,) if isinstance(self.shape, int | np.integer) else self.shape
@@ -65,6 +75,13 @@ class Buffer:
             require_int("Buffer.page_size", self.page_size, 1)
         if self.spec is not None:
             raise ConfigError(f"Buffer.spec={self.spec!r}: meshes are not supported, pass None")
+        if self.value_dim is not None:
+            require_int("Buffer.value_dim", self.value_dim, 1)
+            if len(shape) != 1 or self.value_dim > shape[0]:
+                raise ConfigError(
+                    f"Buffer.value_dim={self.value_dim} with shape={shape}: a latent has the shape (n,), and its "
+                    f"value at most n elements"
+                )
 
     @property
     def nbytes(self) -> int:
@@ -72,20 +89,69 @@ class Buffer:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def kv_buffers(kv_heads: int, head_dim: int, dtype: Any = jnp.bfloat16, fused: bool = True) -> dict[str, Buffer]:
+def kv_buffers(
+    kv_heads: int, head_dim: int, dtype: Any = jnp.bfloat16, fused: bool = True, scales: Any = None
+) -> dict[str, Buffer]:
     """The buffers of an ordinary attention layer.
 
     Args:
       kv_heads: key/value heads; `attend` shares each among `query heads / kv_heads` query heads.
       head_dim: elements per head.
+      dtype: of K and V.
       fused: True: `{"kv": (2 * kv_heads, head_dim)}`, K at 0::2 and V at 1::2, the layout of ragged paged
         attention kernels. False: `{"k": (kv_heads, head_dim), "v": (kv_heads, head_dim)}`.
+      scales: float32 (or True), bfloat16 or float16, with dtype int8 or float8_e4m3fn: a buffer more for each of
+        those, its shape without head_dim, "kv_scale" or "k_scale" and "v_scale". The element that K or V stand for
+        is then stored element * scale. None (or False): none.
+
+    Raises:
+      ConfigError: a number that is none or too small, scales without a dtype to scale, or of another dtype.
+
+    >>> {name: (b.shape, b.dtype.name) for name, b in kv_buffers(2, 64, jnp.int8, scales=jnp.bfloat16).items()}
+    {'kv': ((4, 64), 'int8'), 'kv_scale': ((4,), 'bfloat16')}
     """
     kv_heads = require_int("kv_heads", kv_heads, 1)
     head_dim = require_int("head_dim", head_dim, 1)
-    if fused:
-        return {"kv": Buffer((2 * kv_heads, head_dim), dtype)}
-    return {"k": Buffer((kv_heads, head_dim), dtype), "v": Buffer((kv_heads, head_dim), dtype)}
+    heads = {"kv": 2 * kv_heads} if fused else {"k": kv_heads, "v": kv_heads}
+    buffers = {name: Buffer((n, head_dim), dtype) for name, n in heads.items()}
+    if scales is None or scales is False:
+        return buffers
+    buffers |= {
+        name + SCALE_SUFFIX: Buffer((n,), jnp.float32 if scales is True else scales) for name, n in heads.items()
+    }
+    if set(scale_names(buffers)) != set(heads):
+        raise ConfigError(
+            f"kv_buffers: scales={scales!r} with dtype={np.dtype(dtype).name}; scales are float32, bfloat16 or "
+            f"float16, and go with {' or '.join(d.name for d in LARGEST_QUANTIZED)}"
+        )
+    return buffers
+
+
+def latent_buffers(rank: int, rope_dim: int, dtype: Any = jnp.bfloat16) -> dict[str, Buffer]:
+    """The buffer of a layer with latent attention (MLA): all heads share one compressed vector per token.
+
+    Args:
+      rank: elements of the compressed K/V: of each latent the first `rank` are its value.
+      rope_dim: elements of the key with the rotary embedding, behind those. The key is all of the latent.
+      dtype: of the latent.
+
+    >>> latent_buffers(512, 64)["latent"].shape
+    (576,)
+    """
+    rank, rope_dim = require_int("rank", rank, 1), require_int("rope_dim", rope_dim, 0)
+    return {"latent": Buffer((rank + rope_dim,), dtype, value_dim=rank)}
+
+
+def scale_names(buffers: Mapping[str, Buffer]) -> dict[str, str]:
+    """The buffers that are stored quantised: name -> name of the buffer with their scales, one per token and head."""
+    names = {}
+    for name, buffer in buffers.items():
+        scale = buffers.get(name + SCALE_SUFFIX)
+        if scale is None or buffer.dtype not in LARGEST_QUANTIZED or not buffer.shape:
+            continue
+        if scale.dtype in SCALE_DTYPES and scale.shape == buffer.shape[:-1]:
+            names[name] = name + SCALE_SUFFIX
+    return names
 
 
 def _freeze_buffers(layer: str, buffers: Mapping[str, Buffer]) -> Mapping[str, Buffer]:
@@ -105,16 +171,22 @@ class AttentionLayer:
       buffers: name -> Buffer, shapes per token.
       window: tokens a query sees, itself included; None: all.
       sinks: tokens at the start that are seen beside the window.
+      shares: name of the attention layer whose KV this one reads; it has none of its own then, and takes the other
+        fields from that layer in its CacheConfig.
 
     >>> AttentionLayer(kv_buffers(2, 16), window=128, sinks=4).group
     'window:128+4'
     """
 
-    buffers: Mapping[str, Buffer]
+    buffers: Mapping[str, Buffer] = None  # type: ignore[assignment]  # only until a CacheConfig fills it in
     window: int | None = None
     sinks: int = 0
+    shares: str | None = None
 
     def __post_init__(self) -> None:
+        if self.shares is not None:
+            self._check_shares()
+            return
         object.__setattr__(self, "buffers", _freeze_buffers("AttentionLayer", self.buffers))
         if self.window is not None:
             require_int("AttentionLayer.window", self.window, 1)
@@ -122,9 +194,25 @@ class AttentionLayer:
         if self.sinks and self.window is None:
             raise ConfigError(f"AttentionLayer.sinks={self.sinks} needs a window: without one every token is kept")
 
+    def _check_shares(self) -> None:
+        if not isinstance(self.shares, str):
+            raise ConfigError(f"AttentionLayer.shares must be a layer's name, got {self.shares!r}")
+        if self.buffers is not None or self.window is not None or self.sinks != 0:
+            raise ConfigError(
+                f"AttentionLayer.shares={self.shares!r} takes buffers, window and sinks from that layer, got "
+                f"buffers={self.buffers!r}, window={self.window!r}, sinks={self.sinks!r}"
+            )
+
+    def _like(self, target: AttentionLayer) -> AttentionLayer:
+        """This layer with the buffers, window and sinks of the one whose KV it reads."""
+        layer = copy.copy(self)  # the checks of a new one would refuse buffers beside `shares`
+        for field in ("buffers", "window", "sinks"):
+            object.__setattr__(layer, field, getattr(target, field))
+        return layer
+
     @property
     def group(self) -> str:
-        """Name of the life cycle: "full", "window:W" or "window:W+S"."""
+        """Name of the life cycle: "full", "window:W" or "window:W+S". Of a layer that shares: once in a CacheConfig."""
         if self.window is None:
             return "full"
         return f"window:{self.window}+{self.sinks}" if self.sinks else f"window:{self.window}"
@@ -145,6 +233,13 @@ class RecurrentLayer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffers", _freeze_buffers("RecurrentLayer", self.buffers))
+        for name, buffer in self.buffers.items():
+            for field in ("page_size", "value_dim"):
+                value = getattr(buffer, field)
+                if value is not None:
+                    raise ConfigError(
+                        f"RecurrentLayer.buffers[{name!r}].{field}={value}: only attention layers have it"
+                    )
 
     @property
     def group(self) -> str:
@@ -157,10 +252,10 @@ class DeviceTier:
     """The device pools' size: exactly one of `bytes` and `pages`.
 
     Args:
-      bytes: bytes of all pools together, null pages included; split so that each pool serves the same number
-        of sequences of max_length.
-      pages: usable pages (recurrent: state slots), the null page excluded: an int for every pool, or
-        {group: int}. Groups that share a pool add up.
+      bytes: bytes of all pools together, null pages and candidate slots included; split so that each pool serves
+        the same number of sequences of max_length.
+      pages: usable pages (recurrent: state slots), the null page and candidate slots excluded: an int for every
+        pool, or {group: int}. Groups that share a pool add up.
 
     >>> DeviceTier(pages={"full": 512, "recurrent": 64}).pages["full"]
     512
@@ -179,6 +274,26 @@ class DeviceTier:
             object.__setattr__(self, "pages", MappingProxyType(pages))
         else:
             require_int("DeviceTier.pages", self.pages, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowScratch:
+    """Window layers get no pages for tokens that leave their window within the step that writes them.
+
+    Their attention reads a step's own K/V from `attend(..., chunk=values)`, as `append_attend` does. The pages are
+    not there for anyone to reuse.
+
+    Args:
+      max_rewind: tokens that a step may end before what was reserved for it, and that `rewind` may take back.
+
+    >>> WindowScratch(max_rewind=8)
+    WindowScratch(max_rewind=8)
+    """
+
+    max_rewind: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("WindowScratch.max_rewind", self.max_rewind, 0)
 
 
 def _scope_part(field: str, value: object, types: tuple[type, ...]) -> None:
@@ -227,6 +342,9 @@ class CacheConfig:
       reuse_backoff: tokens trimmed off every match.
       max_utilization_for_resume: share of an attention pool that may be unevictable when a sequence resumes
         beside active ones.
+      window_scratch: a WindowScratch; None: every token gets pages in window layers too.
+      max_drafts: draft tokens that a verify step takes at most. With recurrent layers, each row then has
+        2 * (max_drafts + 1) candidate slots beside the usable ones of the DeviceTier.
       model: identity of the weights, part of every key.
 
     >>> config = CacheConfig(
@@ -245,31 +363,20 @@ class CacheConfig:
     min_snapshot: bool | None = None
     reuse_backoff: int = 0
     max_utilization_for_resume: float = 0.97
+    window_scratch: WindowScratch | None = None
+    max_drafts: int = 0
     model: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, Mapping) or not self.layers:
-            raise ConfigError(f"CacheConfig.layers must be a non-empty mapping of name to layer, got {self.layers!r}")
-        for name, layer in self.layers.items():
-            if not isinstance(name, str) or not isinstance(layer, AttentionLayer | RecurrentLayer):
-                raise ConfigError(
-                    f"CacheConfig.layers must map str to AttentionLayer or RecurrentLayer, got {name!r}: {layer!r}"
-                )
-        object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
         for field in ("max_sequences", "max_length", "page_size"):
             object.__setattr__(self, field, require_int(f"CacheConfig.{field}", getattr(self, field), 1))
-        require_int("CacheConfig.reuse_backoff", self.reuse_backoff, 0)
+        for field in ("reuse_backoff", "max_drafts"):
+            require_int(f"CacheConfig.{field}", getattr(self, field), 0)
+        object.__setattr__(self, "layers", MappingProxyType(self._checked_layers()))
         tiers = (self.tiers,) if isinstance(self.tiers, DeviceTier) else self.tiers
         if not isinstance(tiers, Sequence) or len(tiers) != 1 or not isinstance(tiers[0], DeviceTier):
             raise ConfigError(f"CacheConfig.tiers must hold one DeviceTier, got {self.tiers!r}")
         object.__setattr__(self, "tiers", tuple(tiers))
-        for name, layer in self.layers.items():
-            for key, buffer in layer.buffers.items():
-                if buffer.page_size not in (None, self.page_size):
-                    raise ConfigError(
-                        f"layers[{name!r}].buffers[{key!r}].page_size is {buffer.page_size}, the cache's is "
-                        f"{self.page_size}: a page size of its own is not supported"
-                    )
         share = self.max_utilization_for_resume
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"CacheConfig.max_utilization_for_resume must be in (0, 1], got {share!r}")
@@ -277,11 +384,52 @@ class CacheConfig:
             raise ConfigError(f"CacheConfig.partial_reuse must be a bool, got {self.partial_reuse!r}")
         if not (self.min_snapshot is None or isinstance(self.min_snapshot, bool)):
             raise ConfigError(f"CacheConfig.min_snapshot must be None or a bool, got {self.min_snapshot!r}")
+        if not (self.window_scratch is None or isinstance(self.window_scratch, WindowScratch)):
+            raise ConfigError(
+                f"CacheConfig.window_scratch must be None or a WindowScratch, got {self.window_scratch!r}"
+            )
         if not isinstance(self.model, str):
             raise ConfigError(f"CacheConfig.model must be a str, got {self.model!r}")
         if self.min_snapshot is None:
             recurrent = any(isinstance(layer, RecurrentLayer) for layer in self.layers.values())
             object.__setattr__(self, "min_snapshot", recurrent)
+
+    def _checked_layers(self) -> dict[str, AttentionLayer | RecurrentLayer]:
+        """`layers`, with those that share another's KV filled in."""
+        if not isinstance(self.layers, Mapping) or not self.layers:
+            raise ConfigError(f"CacheConfig.layers must be a non-empty mapping of name to layer, got {self.layers!r}")
+        for name, layer in self.layers.items():
+            if not isinstance(name, str) or not isinstance(layer, AttentionLayer | RecurrentLayer):
+                raise ConfigError(
+                    f"CacheConfig.layers must map str to AttentionLayer or RecurrentLayer, got {name!r}: {layer!r}"
+                )
+        layers = {}
+        for name, layer in self.layers.items():
+            if isinstance(layer, AttentionLayer) and layer.shares is not None:
+                layer = layer._like(self._sharing_target(name, layer.shares))
+            self._check_page_sizes(name, layer.buffers)
+            layers[name] = layer
+        return layers
+
+    def _sharing_target(self, name: str, target: str) -> AttentionLayer:
+        """The layer whose KV layer `name` reads."""
+        where = f"layers[{name!r}].shares={target!r}"
+        if target not in self.layers:
+            raise ConfigError(f"{where}: there is no such layer, only {', '.join(self.layers)}")
+        layer = self.layers[target]
+        if not isinstance(layer, AttentionLayer):
+            raise ConfigError(f"{where}: that is a recurrent layer; only attention layers are shared")
+        if layer.shares is not None:
+            raise ConfigError(f"{where}: that layer has no KV of its own, it shares {layer.shares!r}")
+        return layer
+
+    def _check_page_sizes(self, layer: str, buffers: Mapping[str, Buffer]) -> None:
+        for name, buffer in buffers.items():
+            if buffer.page_size is not None and self.page_size % buffer.page_size:
+                raise ConfigError(
+                    f"layers[{layer!r}].buffers[{name!r}].page_size is {buffer.page_size}: it must divide the "
+                    f"cache's page_size, {self.page_size}"
+                )
 
 
 def _from_sequence(tokens: Any, field: str) -> np.ndarray:
@@ -296,20 +444,26 @@ def _from_sequence(tokens: Any, field: str) -> np.ndarray:
         raise ConfigError(f"{field} must be a flat sequence of integers: {error}") from error
 
 
+def _host_integers(values: Any, field: str) -> np.ndarray:
+    """`values` as a flat array of integers; ConfigError for anything else, also for a jax.Array."""
+    if isinstance(values, np.ndarray):
+        array = values
+    elif isinstance(values, jax.Array):
+        raise ConfigError(f"{field} is a jax.Array of shape {values.shape}: pass host integers, e.g. np.asarray(ids)")
+    else:
+        array = _from_sequence(values, field)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(f"{field} must be a sequence of integers, got shape {array.shape} of {array.dtype}")
+    return array
+
+
 def as_tokens(tokens: Any, field: str = "tokens") -> np.ndarray:
     """Host token ids as an int32[n] array (the caller's own memory where it is one already).
 
     Raises:
       ConfigError: a jax.Array (its ids may not have arrived), a wrong dtype or rank, an id outside [0, 2**31).
     """
-    if isinstance(tokens, np.ndarray):
-        array = tokens
-    elif isinstance(tokens, jax.Array):
-        raise ConfigError(f"{field} is a jax.Array of shape {tokens.shape}: pass host ids, e.g. np.asarray(ids)")
-    else:
-        array = _from_sequence(tokens, field)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ConfigError(f"{field} must be a sequence of integers, got shape {array.shape} of {array.dtype}")
+    array = _host_integers(tokens, field)
     if array.dtype != np.int32:
         if len(array) and not (0 <= array.min() and array.max() < 2**31):
             raise ConfigError(f"{field} must be in [0, 2**31), got {array.min()}..{array.max()}")
@@ -317,3 +471,23 @@ def as_tokens(tokens: Any, field: str = "tokens") -> np.ndarray:
     if len(array) and np.maximum.reduce(array.view(np.uint32)) >= 2**31:  # a negative id is a large unsigned one
         raise ConfigError(f"{field} must be in [0, 2**31), got {array.min()}")
     return array
+
+
+def as_counts(operation: str, name: str, counts: Any, n: int, least: int = 0) -> np.ndarray:
+    """Host integers as int64[n], each in [least, 2**31); one int counts for all.
+
+    Raises:
+      ConfigError: another number of them, a jax.Array, a wrong dtype or range.
+    """
+    field = f"{operation}: {name}"
+    if isinstance(counts, int | np.integer):
+        count = require_int(field, counts, least)
+        if count >= 2**31:
+            raise ConfigError(f"{field} must be below 2**31, got {count}")
+        return np.full(n, count, np.int64)
+    array = _host_integers(counts, field)
+    if array.shape != (n,):
+        raise ConfigError(f"{field} must be one int, or {n}, one per sequence; got {list(array.shape)}")
+    if n and not least <= array.min() <= array.max() < 2**31:
+        raise ConfigError(f"{field} must be in [{least}, 2**31), got {array.min()}..{array.max()}")
+    return array.astype(np.int64)

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jkv.config import Scope
-from jkv.errors import OutOfPagesError
+from jkv.config import Scope, WindowScratch
 from jkv.layout import Group, Layout
+from jkv.ledger import Ledger
 from jkv.pages import PagePool
 from jkv.plan import ZERO, PlanBuilder
 from jkv.radix import NO_SLOT, NO_TOKENS, Endpoint, Node, node_of, pages_on, path_to, shared_tokens
@@ -25,6 +25,30 @@ from jkv.retention import Retention
 from jkv.stats import Counters
 
 NO_PAGE = 0  # a null page-table entry
+
+
+@dataclasses.dataclass
+class Candidates:
+    """State slots beside the pool's pages, for the states that verify steps leave (speculative decoding).
+
+    Attributes:
+      sets: int32[max_sequences, 2, max_drafts + 1], two sets per row. A candidate that becomes a live state swaps its
+        slot for the old live one, so that the sets stay complete.
+      shown: the same shape: for the device, the slots of the [previous, current] step.
+    """
+
+    sets: np.ndarray
+    shown: np.ndarray
+
+    @classmethod
+    def of(cls, layout: Layout) -> Candidates | None:
+        """Slots behind the pool's usable ones; None where the config asks for no drafts."""
+        pool = layout.recurrent_pool
+        if pool is None or not pool.scratch:
+            return None
+        slots = np.arange(pool.num_pages + 1, pool.num_rows, dtype=np.int32)
+        sets = slots.reshape(layout.max_sequences, 2, -1)
+        return cls(sets, np.zeros_like(sets))
 
 
 @dataclasses.dataclass
@@ -39,7 +63,12 @@ class Host:
     rows: list[Holdings | None]
     free_rows: list[int]
     slots: np.ndarray  # int32[max_sequences]: live state slot per row
+    candidates: Candidates | None  # with max_drafts and recurrent layers
+    scratch: WindowScratch | None  # with window layers
+    ledger: Ledger
     sequences: dict[Any, None]  # open Sequences, oldest first
+    prompting: dict[Any, None]  # those that became active with a prompt to compute; done ones are dropped when met
+    row_changes: int = 0  # how often a sequence got or gave up a row
 
     @property
     def active(self) -> int:
@@ -59,9 +88,10 @@ class Holdings:
         self._scope = scope
         self._priority = priority
         self.row: int | None = None
-        self.committed = 0
-        self.length = 0
-        self.capacity = 0
+        self._entered = False  # the lengths are in the ledger
+        self._committed = 0
+        self._length = 0
+        self._capacity = 0
         # from the first resume on:
         self._node: Node | None = None  # the path's deepest node; a tail while one is lent
         self._published = 0  # whole pages on the path
@@ -72,12 +102,14 @@ class Holdings:
         self._lent: Endpoint | None = None  # the endpoint whose snapshot is our live state
         self._pending: dict[int, int] = {}  # endpoints to come: position -> snapshot slot (ours until then)
         self._last: Endpoint | None = None  # the endpoint that this path last left, or started from
+        self._reserved = 0  # capacity at the last prepare
         self._in_flight = False
         self._stopped = False
+        self._scratch = host.scratch
 
     def _table(self, group: int) -> np.ndarray:
         """This sequence's page ids in the attention group of that ordinal: int32[pages]."""
-        return self._tables[group][: self._num_pages(self.capacity)]
+        return self._tables[group][: self._num_pages(self._capacity)]
 
     # --- where it starts ---------------------------------------------------------------------------------------------
 
@@ -157,48 +189,6 @@ class Holdings:
 
     # --- private pages -----------------------------------------------------------------------------------------------
 
-    def _grow(self, old: int, new: int, writes: bool) -> bool:
-        """Pages [old, new) in every group, and private copies of what is lent if the sequence goes on writing."""
-        host, tree = self._host, self._host.tree
-        fresh = [0] * len(host.pools)
-        for group in tree.groups:
-            fresh[group.pool] += new - old
-        lending = self._is_lending and writes
-        copies = self._lent_counts() if lending else [0] * len(host.pools)
-        if tree.can_allocate([a + b for a, b in zip(fresh, copies, strict=True)]):
-            if lending:
-                self._copy_lent()
-        elif lending and self._is_sole_user_of_tail and tree.can_allocate(fresh):
-            self._take_back_lent()
-        else:
-            self._require_possible(fresh)
-            return False
-        if new > old:
-            for group in tree.groups:
-                self._append_pages(group, old, tree.allocate(host.pools[group.pool], new - old))
-        return True
-
-    def _require_possible(self, fresh: list[int]) -> None:
-        """Raises unless an empty cache could give this sequence `fresh` pages per pool beside those it has."""
-        total, page_size = list(fresh), self._host.layout.page_size
-        for group in self._host.tree.groups:
-            live = group.first_live(self.length, page_size)[1]  # commits would free those below
-            table = self._tables[group.ordinal]
-            total[group.pool] += int(np.count_nonzero(table[live:])) + min(live, group.sink_pages(page_size))
-        for pool, count in zip(self._host.pools, total, strict=True):
-            if count > pool.total:
-                raise OutOfPagesError(f"one sequence needs {count} pages of pool {pool.name!r}, which has {pool.total}")
-
-    def _append_pages(self, group: Group, old: int, pages: np.ndarray) -> None:
-        g, new = group.ordinal, old + len(pages)
-        table = self._tables[g]
-        if new > len(table):
-            larger = np.zeros(min(self._host.layout.max_pages, new + new // 4 + 4), np.int32)
-            larger[: len(table)] = table
-            self._tables[g] = table = larger
-        table[old:new] = pages
-        self._mark(g, old, new)
-
     def _shrink(self, old: int, new: int) -> None:
         for group in self._host.layout.attention_groups:
             self._free_private(group, new, old)
@@ -215,26 +205,34 @@ class Holdings:
 
     def _keep_state(self, position: int, wanted: bool) -> None:
         """Makes `position` an endpoint to come; with recurrent layers plans a copy of the live state."""
-        tree, builder = self._host.tree, self._host.builder
+        tree = self._host.tree
         if not wanted or self._stopped or position in self._pending or position == 0:
             return
-        if tree.state_pool is None:
+        if self._host.scratch is not None and self._lacks_window(position):
+            self._host.counters.snapshots_skipped += tree.state_pool is not None
+        elif tree.state_pool is None:
             self._pending[position] = NO_SLOT
-        elif self.length != position or self._in_flight or tree.state_pool.available == 0:
+        elif self._length != position or tree.state_pool.available == 0:
             self._host.counters.snapshots_skipped += 1
         else:
-            slot = tree.allocate_one(tree.state_pool)
-            builder.copy(tree.state_pool.ordinal, self._slot, slot)
-            self._pending[position] = slot
+            self._pending[position] = self._copied_live()
+
+    def _copied_live(self) -> int:
+        """A slot of our own that the next plan copies the live state to."""
+        pool = self._host.tree.state_pool
+        slot = self._host.tree.allocate_one(pool)
+        self._host.builder.copy(pool.ordinal, self._slot, slot)
+        return slot
 
     def _can_hand_over(self, position: int) -> bool:
         """Whether the live state is the state at `position`."""
-        return self._slot != NO_SLOT and not self._in_flight and self.length == position
+        return self._slot != NO_SLOT and not self._in_flight and self._length == position
 
     def _drop_pending(self, length: int) -> None:
         """Endpoints to come beyond `length` will not come."""
-        for position in [p for p in self._pending if p > length]:
-            self._free_slot(self._pending.pop(position))
+        if self._pending:
+            for position in [p for p in self._pending if p > length]:
+                self._free_slot(self._pending.pop(position))
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
@@ -288,7 +286,7 @@ class Holdings:
                 entries[:] = theirs
             else:
                 for start, stop in self._live_ranges(group, first, first + count):
-                    entries[start - first : stop - first] = theirs[start - first : stop - first]
+                    np.maximum(theirs[start - first : stop - first], NO_PAGE, out=entries[start - first : stop - first])
             self._mark(g, first, first + count)
 
     def _publish_endpoints(self) -> None:
@@ -320,24 +318,29 @@ class Holdings:
         The live state becomes that endpoint's snapshot where it hangs on our own path: there it is held as long as we
         go on using its slot. Elsewhere (another sequence's tail, a page around it) it gets a copy.
         """
-        tree, position = self._host.tree, self.committed
+        tree, position = self._host.tree, self._committed
         self._drop_pending(position)
-        hands_over = position > 0 and position not in self._pending and self._can_hand_over(position)
-        resumable = tree.state_pool is None or hands_over or bool(self._pending)
-        if position > 0 and (tree.groups or resumable):
-            if tree.state_pool is None:
-                self._pending[position] = NO_SLOT
-            elif hands_over and not closing:
+        complete = position > 0 and not (self._host.scratch is not None and self._lacks_window(position))
+        hands_over = complete and position not in self._pending and self._can_hand_over(position)
+        if complete and tree.state_pool is None:
+            self._pending[position] = NO_SLOT
+        if position > 0 and (tree.groups or hands_over or self._pending):
+            if hands_over and not closing:
                 home = self._foreign_home()  # looked up again below: making room for the copy may take it away
                 self._keep_state(position, home is not None and home.endpoint_at(position) is None)
-            home = self._publish_tail() if len(self._partial) else self._node
-            for pending in sorted(self._pending):
-                self._leave_endpoint(home, pending, self._pending.pop(pending))
-            if home.endpoint_at(position) is not None:
-                self._leave_endpoint(home, position, NO_SLOT)
-            elif hands_over and (closing or home is self._node):
-                self._hand_over_state(home, position, closing)
+            home = self._publish_tail(closing) if len(self._partial) else self._node
+            if home is not None:
+                self._leave_last_endpoints(home, hands_over, closing)
+            self._drop_pending(0)
         self._stopped = True
+
+    def _leave_last_endpoints(self, home: Node, hands_over: bool, closing: bool) -> None:
+        for position in sorted(self._pending):
+            self._leave_endpoint(home, position, self._pending.pop(position))
+        if home.endpoint_at(self._committed) is not None:
+            self._leave_endpoint(home, self._committed, NO_SLOT)
+        elif hands_over and (closing or home is self._node):
+            self._hand_over_state(home, self._committed, closing)
 
     def _hand_over_state(self, home: Node, position: int, closing: bool) -> None:
         """The live state becomes the snapshot of a new endpoint at `position`."""
@@ -348,24 +351,47 @@ class Holdings:
             self._lent = endpoint
             self._host.tree.pin(endpoint)
             # whoever writes on has to reserve first: that is where the private copies are made
-            self._shrink(self._num_pages(self.capacity), self._num_pages(self.length))
-            self.capacity = self.length
+            self._shrink(self._num_pages(self._capacity), self._num_pages(self._length))
+            self._capacity = self._length
 
     def _foreign_home(self) -> Node | None:
         """What the tree has already of our partial page: another tail, or a page around it."""
         return self._host.tree.tail_home(self._node, self._partial.tobytes()) if len(self._partial) else None
 
-    def _publish_tail(self) -> Node:
-        """The node that holds our partial page from now on: a tail of our own, or what the tree has already."""
+    def _publish_tail(self, closing: bool) -> Node | None:
+        """The node that holds our partial page from now on: a tail of our own, or what the tree has already.
+
+        None: a tail that the tree has without window pages, and cannot get them.
+        """
         tree = self._host.tree
         home = self._foreign_home()
         if home is None:
             pages = [self._handed_over(group, self._published, self._published + 1) for group in tree.groups]
             self._node = home = tree.attach(self._node, self._partial, pages, self._live_from, self._priority)
         elif not tree.has_head(home):  # a tail that has lost window pages: ours fill them
+            if not closing and (self._in_flight or self._length > self._committed):
+                return home if self._fill_with_copies(home) else None
             self._take_over(home, self._published, 1)
             self._node = home
         return home
+
+    def _fill_with_copies(self, tail: Node) -> bool:
+        """Copies of our window pages for `tail`, which lacks them: ours have more in them than was committed."""
+        tree, builder = self._host.tree, self._host.builder
+        if not self._pending:
+            return False  # nobody could resume there
+        lacking = [group for group in tree.history_windows if tail.pages[group.ordinal][0] < 0]
+        counts = [0] * len(self._host.pools)
+        for group in lacking:
+            counts[group.pool] += 1
+        tree.hold_child(tail)
+        room = tree.can_allocate(counts)
+        for group in lacking if room else ():
+            page = tree.allocate_one(self._host.pools[group.pool])
+            builder.copy(group.pool, int(self._tables[group.ordinal][self._published]), page)
+            tree.fill(tail, group.ordinal, np.array([page], np.int32))
+        tree.release_child(tail, self._priority)
+        return room
 
     # --- what is lent to the tree ------------------------------------------------------------------------------------
 
@@ -454,7 +480,7 @@ class Holdings:
         tree = self._host.tree
         if not tree.windows:
             return
-        length = self.length if self._stopped else min((self.committed, *self._pending))
+        length = self._length if self._stopped else min((self._committed, *self._pending))
         for group in tree.windows:
             g = group.ordinal
             first = self._live_from[g]
@@ -470,6 +496,51 @@ class Holdings:
             self._live_from[g] = stop
             self._mark(g, first, stop)
 
+    def _lacks_window(self, length: int) -> Group | None:
+        """A window group in which a page is missing that a sequence of `length` tokens reads."""
+        page_size, stop = self._host.layout.page_size, self._num_pages(length)
+        for group in self._host.tree.windows:
+            first, table = group.live_from(length, page_size), self._tables[group.ordinal]
+            here = table[first:stop].all() and table[: min(stop, group.sink_pages(page_size))].all()
+            if first < self._live_from[group.ordinal] or not here:
+                return group
+        return None
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def _can_copy(self, n: int) -> bool:
+        """Whether there is room for `n` private copies of the pages behind the tree's, and of the live state."""
+        tree, stop = self._host.tree, self._num_pages(self._length)
+        counts = [0] * len(self._host.pools)
+        for group in tree.groups:
+            entries = self._tables[group.ordinal][self._tree_pages : stop]
+            counts[group.pool] += n * int(np.count_nonzero(entries))
+        if tree.state_pool is not None:
+            counts[tree.state_pool.ordinal] = n
+        return tree.can_allocate(counts)
+
+    def _become_copy_of(self, original: Holdings) -> None:
+        """This shallow copy of `original` gets holds, pages and a state of its own."""
+        host, tree = self._host, self._host.tree
+        shared, stop = self._tree_pages, self._num_pages(self._length)
+        self._capacity = self._length
+        self._pending, self._lent = {}, None
+        self._live_from = list(original._live_from)
+        tree.hold(self._node)
+        for group in tree.windows:
+            for first, last in self._live_ranges(group, 0, shared):
+                tree.hold_window(self._node, group.ordinal, first, last)
+        self._tables = [table[:stop].copy() for table in original._tables]
+        for group in tree.groups:
+            entries = self._tables[group.ordinal][shared:]
+            there = entries > 0
+            pages = tree.allocate(host.pools[group.pool], int(np.count_nonzero(there)))
+            for source, page in zip(entries[there].tolist(), pages.tolist(), strict=True):
+                host.builder.copy(group.pool, source, page)
+            entries[there] = pages
+        if tree.state_pool is not None:
+            self._slot = self._copied_live()
+
     # --- small helpers -----------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
@@ -482,7 +553,7 @@ class Holdings:
             self._free_slot(self._slot)
         self._slot = NO_SLOT
         for group in tree.groups:
-            self._free_private(group, self._tree_pages, self._num_pages(self.capacity))
+            self._free_private(group, self._tree_pages, self._num_pages(self._capacity))
             if group.window is not None:
                 for first, stop in self._live_ranges(group, 0, self._tree_pages):
                     tree.release_window(self._node, group.ordinal, first, stop)

@@ -35,13 +35,19 @@ def check_host(host: Host) -> None:
         for parts, pages in zip(owned, _private_pages(host, seq), strict=True):
             parts.append(pages)
     for pool, parts in zip(host.pools, owned, strict=True):
+        if pool is host.tree.state_pool and host.candidates is not None:
+            parts.append(host.candidates.sets.reshape(-1))
         everything = np.concatenate([*parts, pool.free_pages()]).astype(np.int64)
-        counts = np.bincount(everything, minlength=pool.total + 1)
+        size = host.layout.pools[pool.ordinal].num_rows
+        counts = np.bincount(everything, minlength=size)
         lost, shared = np.flatnonzero(counts[1:] == 0) + 1, np.flatnonzero(counts > 1)
-        sane = len(counts) == pool.total + 1 and not counts[0] and not len(lost) and not len(shared)
+        sane = len(counts) == size and not counts[0] and not len(lost) and not len(shared)
         demand(sane, f"pool {pool.name!r}: pages without an owner {lost.tolist()}, with two {shared.tolist()}")
     vacant = [row for row, owner in enumerate(host.rows) if owner is None]
     demand(sorted(host.free_rows) == vacant, f"free rows {sorted(host.free_rows)}, rows without a sequence {vacant}")
+    entered = [seq.row for seq in host.sequences if seq._entered]
+    agree = sorted(entered) == np.flatnonzero(host.ledger.entered).tolist() and len(entered) == host.ledger.count
+    demand(agree, f"rows {entered} are in the ledger, which says {np.flatnonzero(host.ledger.entered).tolist()}")
     for row, owner in enumerate(host.rows):
         slot = NO_SLOT if owner is None else owner._slot
         demand(host.slots[row] == slot, f"row {row}: live slot {host.slots[row]}, its sequence has {slot}")
@@ -63,7 +69,8 @@ def _private_pages(host: Host, seq: Sequence) -> list[np.ndarray]:
         pages[group.pool].extend(entries[entries > 0].tolist())
     if host.tree.state_pool is not None:
         live = [] if seq._lent is not None else [seq._slot]
-        pages[host.tree.state_pool.ordinal].extend([*live, *seq._pending.values()])
+        marks = [mark.slot for mark in seq._marks]
+        pages[host.tree.state_pool.ordinal].extend([*live, *seq._pending.values(), *marks])
     return [np.array(ids, np.int32) for ids in pages]
 
 
@@ -77,8 +84,11 @@ def _check_lengths(seq: Sequence) -> None:
     demand(lent is None or (lent.alive and lent.pinned and lent.slot == seq._slot), f"{seq!r}: its lent state is lost")
     page_size = seq._host.layout.page_size
     end = seq._node.start if seq._lends_tail else seq._node.end
-    agree = end == seq._published * page_size and seq.committed == end + len(seq._partial)
-    demand(agree, f"{seq!r}: a path of {end} tokens, {seq._published} published pages, {len(seq._partial)} tokens more")
+    partial = seq.committed - end if seq._entered else len(seq._partial)
+    agree = end == seq._published * page_size and seq.committed == end + partial and 0 <= partial
+    demand(agree, f"{seq!r}: a path of {end} tokens, {seq._published} published pages, {partial} tokens more")
+    good = all(seq.committed <= mark.position <= seq.length for mark in seq._marks)
+    demand(good, f"{seq!r}: marks at {[mark.position for mark in seq._marks]}")
 
 
 def _check_table(host: Host, seq: Sequence) -> None:
@@ -90,10 +100,14 @@ def _check_table(host: Host, seq: Sequence) -> None:
         for first, last in seq._live_ranges(group, 0, shared):
             expected[first:last] = pages_on(seq._node, group.ordinal, first, last)
         what = f"{seq!r}: group {group.name!r}"
+        private = table[max(shared, seq._live_from[group.ordinal]) : stop]
+        if host.scratch is not None and group.window is not None:  # what a chunk held back, the tree may have meanwhile
+            expected[table[:shared] == 0] = 0
+            live = group.live_from(seq.length, host.layout.page_size)
+            private = table[live : -(-seq.length // host.layout.page_size)]
         demand(
             np.array_equal(table[:shared], expected), f"{what}: table {table.tolist()}, the tree {expected.tolist()}"
         )
-        private = table[max(shared, seq._live_from[group.ordinal]) : stop]
         demand((private > 0).all() and not table[stop:].any(), f"{what}: wrong private part of {table.tolist()}")
 
 

@@ -6,7 +6,9 @@
     ssm.0 .. ssm.3      ->    "recurrent"    ->     pool 2 (state slots)
 
 Groups whose layers have the same buffers, layer by layer, share one pool: their page counts add up and a page
-goes to whoever needs it.
+goes to whoever needs it. A layer that shares another's KV has that layer's place, and nothing of its own.
+
+    the arrays of a pool     [ null page | num_pages usable ones | scratch: candidate slots of verify steps ]
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers with one life cycle. `window` None: full attention, or recurrent."""
+    """Layers with one life cycle and arrays of their own. `window` None: full attention, or recurrent."""
 
     name: str
     ordinal: int  # position in Layout.groups; among attention groups also the row of a node's page arrays
@@ -72,10 +74,16 @@ class Pool:
 
     ordinal: int
     groups: tuple[str, ...]
-    num_pages: int  # usable; the arrays have one more, the null page 0
+    num_pages: int  # usable
     page_bytes: int  # of one page, or one state, in all layers
     buffers: tuple[Mapping[str, Buffer], ...]  # per layer of the pool
     recurrent: bool
+    scratch: int = 0  # candidate slots, behind the usable ones
+
+    @property
+    def num_rows(self) -> int:
+        """First dimension of its arrays: the null page, the usable ones and the scratch."""
+        return 1 + self.num_pages + self.scratch
 
     @property
     def name(self) -> str:
@@ -91,6 +99,7 @@ class LayerPlace:
     pool: int
     index: int  # which of the pool's layers
     buffers: Mapping[str, Buffer]
+    shares: str | None = None  # the layer that this is the place of, if not of its own
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,86 +147,137 @@ def _group_order(layer: AttentionLayer | RecurrentLayer) -> tuple[int, int, int]
     return (0, 0, 0) if layer.window is None else (1, layer.window, layer.sinks)
 
 
-def _pages_per_sequence(pool: Pool, config: CacheConfig) -> int:
+def _shares(layer: AttentionLayer | RecurrentLayer) -> str | None:
+    """The layer whose KV this one reads, if it has none of its own."""
+    return None if isinstance(layer, RecurrentLayer) else layer.shares
+
+
+def _candidates_per_row(config: CacheConfig) -> int:
+    """A candidate state per token of a verify step, for two steps: one may be in flight behind the other."""
+    return 2 * (config.max_drafts + 1) if config.max_drafts else 0
+
+
+def _pages_per_sequence(pool: Pool, groups: list[Group], config: CacheConfig) -> int:
     """Pages that one sequence of max_length takes, whole prompt in one chunk; recurrent: its snapshots."""
     if pool.recurrent:
         return SNAPSHOTS_PER_SEQUENCE
-    return len(pool.groups) * -(-config.max_length // config.page_size)
+    return sum(_group_pages(group, config) for group in groups if group.pool == pool.ordinal)
 
 
-def _split_bytes(budget: int, pools: list[Pool], config: CacheConfig) -> list[int]:
+def _group_pages(group: Group, config: CacheConfig) -> int:
+    """Pages of one attention group for a sequence of max_length.
+
+    With window scratch a chunk takes none for tokens that leave the window in it; but those of the window before the
+    chunk and those of the window after it are held at once.
+    """
+    whole = -(-config.max_length // config.page_size)
+    if group.window is None or config.window_scratch is None:
+        return whole
+    reach = group.window - 1 + config.window_scratch.max_rewind
+    return min(whole, group.sink_pages(config.page_size) + 2 * (-(-reach // config.page_size) + 1))
+
+
+def _split_bytes(budget: int, pools: list[Pool], groups: list[Group], config: CacheConfig) -> list[int]:
     """Pages per pool so that each serves the same number of sequences of max_length.
 
-    Fixed cost: the null pages and one live state per row. The rest is shared by need: with n sequences' worth of
-    bytes, pool p gets floor(n * need_p) pages, n as large as the budget allows (a real number, at least 1).
+    Fixed cost: the null pages, one live state per row, and the candidate slots. The rest is shared by need: with n
+    sequences' worth of bytes, pool p gets floor(n * need_p) pages, n as large as the budget allows (a real number,
+    at least 1).
     """
-    needs = [_pages_per_sequence(pool, config) for pool in pools]
-    fixed = [1 + (config.max_sequences if pool.recurrent else 0) for pool in pools]
-    fixed_bytes = sum(n * pool.page_bytes for n, pool in zip(fixed, pools, strict=True))
+    needs = [_pages_per_sequence(pool, groups, config) for pool in pools]
+    live = [config.max_sequences if pool.recurrent else 0 for pool in pools]
+    fixed_bytes = sum((1 + n + pool.scratch) * pool.page_bytes for n, pool in zip(live, pools, strict=True))
     sequence_bytes = sum(n * pool.page_bytes for n, pool in zip(needs, pools, strict=True))
     least = fixed_bytes + sequence_bytes
     if budget < least:
+        drafts = f" and {_candidates_per_row(config)} candidates" if config.max_drafts else ""
         raise ConfigError(
             f"DeviceTier.bytes={budget} is too small: one sequence of max_length={config.max_length} "
-            f"(and a live state for each of max_sequences={config.max_sequences}) needs at least {least} bytes"
+            f"(and a live state{drafts} for each of max_sequences={config.max_sequences}) needs at least {least} bytes"
         )
     spare = budget - fixed_bytes
-    return [spare * need // sequence_bytes + n - 1 for need, n in zip(needs, fixed, strict=True)]
+    return [spare * need // sequence_bytes + n for need, n in zip(needs, live, strict=True)]
 
 
-def _given_pages(pages: int | Mapping[str, int] | None, pools: list[Pool], groups: list[str]) -> list[int]:
+def _given_pages(pages: int | Mapping[str, int] | None, pools: list[Pool], groups: list[Group]) -> list[int]:
     if not isinstance(pages, Mapping):
         return [pages or 0] * len(pools)
-    if set(pages) != set(groups):
-        raise ConfigError(f"DeviceTier.pages names the groups {sorted(pages)}; the layers make {groups}")
+    names = [group.name for group in groups]
+    if set(pages) != set(names):
+        raise ConfigError(f"DeviceTier.pages names the groups {sorted(pages)}; the layers make {names}")
     return [sum(pages[group] for group in pool.groups) for pool in pools]
+
+
+def _make_groups(config: CacheConfig) -> tuple[list[Group], list[Pool]]:
+    """The groups, and their pools, still without pages."""
+    own = [name for name, layer in config.layers.items() if _shares(layer) is None]
+    members: dict[str, list[str]] = {}
+    for name in sorted(own, key=lambda name: _group_order(config.layers[name])):  # stable
+        members.setdefault(config.layers[name].group, []).append(name)
+
+    pools: dict[tuple, Pool] = {}
+    groups: list[Group] = []
+    for name, layers in members.items():
+        first = config.layers[layers[0]]
+        recurrent = isinstance(first, RecurrentLayer)
+        window, sinks = (None, 0) if isinstance(first, RecurrentLayer) else (first.window, first.sinks)
+        buffers = tuple(config.layers[layer].buffers for layer in layers)
+        key = recurrent, tuple(_geometry(each, config.page_size) for each in buffers)
+        pool = pools.get(key)
+        if pool is None:
+            unit = 1 if recurrent else config.page_size
+            page_bytes = unit * sum(b.nbytes for each in buffers for b in each.values())
+            scratch = config.max_sequences * _candidates_per_row(config) if recurrent else 0
+            pool = Pool(len(pools), (), 0, page_bytes, buffers, recurrent, scratch)
+        pools[key] = dataclasses.replace(pool, groups=(*pool.groups, name))
+        groups.append(Group(name, len(groups), tuple(layers), window, sinks, recurrent, pool.ordinal))
+    return groups, list(pools.values())
+
+
+def _geometry(buffers: Mapping[str, Buffer], page_size: int) -> tuple:
+    """What two layers must have equal to use one array."""
+    return tuple((k, b.shape, b.dtype, b.page_size or page_size, b.value_dim) for k, b in buffers.items())
+
+
+def _sized(config: CacheConfig, pools: list[Pool], groups: list[Group]) -> list[Pool]:
+    """The pools with as many pages as the tier says; ConfigError where that is too few, or too many for int32."""
+    tier = config.tiers[0]
+    if tier.bytes is not None:
+        counts = _split_bytes(tier.bytes, pools, groups, config)
+    else:
+        counts = _given_pages(tier.pages, pools, groups)
+    sized = [dataclasses.replace(pool, num_pages=count) for pool, count in zip(pools, counts, strict=True)]
+    for pool in sized:
+        if pool.recurrent and pool.num_pages < config.max_sequences:
+            raise ConfigError(
+                f"DeviceTier.pages: {pool.num_pages} state slots for max_sequences={config.max_sequences}; every row "
+                f"needs a live state, so at least {config.max_sequences} (more, to keep snapshots)"
+            )
+        if pool.num_rows * (1 if pool.recurrent else config.page_size) > INT32_MAX:
+            what = f"slots and {pool.scratch} candidates" if pool.recurrent else f"pages of {config.page_size} tokens"
+            raise ConfigError(f"pool {pool.name!r}: {pool.num_pages} {what} exceed int32 indices")
+    return sized
+
+
+def _places(config: CacheConfig, groups: list[Group]) -> dict[str, LayerPlace]:
+    """Where each layer lies, those that share another's KV included."""
+    places = {
+        layer: LayerPlace(group, group.pool, index, config.layers[layer].buffers)
+        for group in groups
+        for index, layer in enumerate(group.layers)
+    }
+    for name, layer in config.layers.items():
+        target = _shares(layer)
+        if target is not None:
+            places[name] = dataclasses.replace(places[target], shares=target)
+    return places
 
 
 def make_layout(config: CacheConfig) -> Layout:
     """The geometry that `config` asks for; ConfigError with the least workable number where it cannot be met."""
-    members: dict[str, list[str]] = {}
-    for name in sorted(config.layers, key=lambda name: _group_order(config.layers[name])):  # stable
-        members.setdefault(config.layers[name].group, []).append(name)
-
-    pool_of: dict[tuple, list[str]] = {}
-    for group, names in members.items():
-        shapes = tuple(tuple((k, b.shape, b.dtype) for k, b in config.layers[n].buffers.items()) for n in names)
-        pool_of.setdefault((group == "recurrent", shapes), []).append(group)
-
-    pools = []
-    for ordinal, ((recurrent, _), group_names) in enumerate(pool_of.items()):
-        buffers = tuple(config.layers[name].buffers for name in members[group_names[0]])
-        unit = 1 if recurrent else config.page_size
-        page_bytes = unit * sum(b.nbytes for layer in buffers for b in layer.values())
-        pools.append(Pool(ordinal, tuple(group_names), 0, page_bytes, buffers, recurrent))
-
-    tier = config.tiers[0]
-    if tier.bytes is not None:
-        counts = _split_bytes(tier.bytes, pools, config)
-    else:
-        counts = _given_pages(tier.pages, pools, list(members))
-    for pool, count in zip(pools, counts, strict=True):
-        if pool.recurrent and count < config.max_sequences:
-            raise ConfigError(
-                f"DeviceTier.pages: {count} state slots for max_sequences={config.max_sequences}; every row needs "
-                f"a live state, so at least {config.max_sequences} (more, to keep snapshots)"
-            )
-        if (count + 1) * (1 if pool.recurrent else config.page_size) > INT32_MAX:
-            raise ConfigError(f"pool {pool.name!r}: {count} pages of {config.page_size} tokens exceed int32 indices")
-    pools = [dataclasses.replace(pool, num_pages=count) for pool, count in zip(pools, counts, strict=True)]
+    groups, pools = _make_groups(config)
+    pools = _sized(config, pools, groups)
     max_pages = -(-config.max_length // config.page_size)
     if config.max_sequences * max_pages > INT32_MAX:
         raise ConfigError(f"page tables of {config.max_sequences} x {max_pages} entries exceed int32 indices")
-
-    pool_by_group = {group: pool for pool in pools for group in pool.groups}
-    groups, places = [], {}
-    for ordinal, (name, layers) in enumerate(members.items()):
-        first = config.layers[layers[0]]
-        window = first.window if isinstance(first, AttentionLayer) else None
-        sinks = first.sinks if isinstance(first, AttentionLayer) else 0
-        owner = pool_by_group[name]
-        member = Group(name, ordinal, tuple(layers), window, sinks, owner.recurrent, owner.ordinal)
-        groups.append(member)
-        for index, layer in enumerate(layers):
-            places[layer] = LayerPlace(member, owner.ordinal, index, config.layers[layer].buffers)
-    return Layout(config, tuple(groups), tuple(pools), places, max_pages)
+    return Layout(config, tuple(groups), tuple(pools), _places(config, groups), max_pages)

@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 
 from jkv.apply import apply
-from jkv.config import CacheConfig, Scope, as_tokens, require_int
+from jkv.batches import Batch, Batches
+from jkv.config import CacheConfig, Scope, as_counts, as_tokens, require_int
 from jkv.errors import ConfigError, SequenceStateError
-from jkv.holdings import Host
+from jkv.holdings import Candidates, Host
 from jkv.integrity import check_host
 from jkv.layout import make_layout
+from jkv.ledger import Ledger
 from jkv.pages import PagePool
-from jkv.plan import PlanBuilder
+from jkv.plan import NO_CANDIDATES, PlanBuilder
 from jkv.radix import Match
+from jkv.ragged import Ragged, make_ragged
 from jkv.retention import Retention
-from jkv.sequence import Sequence, Status
+from jkv.sequence import Sequence, Status, find
 from jkv.state import CacheState, init_state
 from jkv.stats import CacheStats, Counters, PoolStats
 
@@ -59,18 +62,30 @@ class CacheManager:
         self._counters = Counters()
         self._snapshots_evicted = 0  # by trees of earlier lives
         self._evicted = {pool.name: 0 for pool in self.layout.pools}
-        self._host = self._fresh_host()
+        self._start_over()
 
-    def _fresh_host(self) -> Host:
+    def _start_over(self) -> None:
         layout = self.layout
         pools = [PagePool(pool) for pool in layout.pools]
         slots = np.zeros(layout.max_sequences, np.int32)
-        builder = PlanBuilder(layout, self._table_of, slots)
-        free_rows = list(range(layout.max_sequences - 1, -1, -1))
-        return Host(
-            layout, pools, Retention(layout, pools), self._counters, builder,
-            [None] * layout.max_sequences, free_rows, slots, {},
-        )  # fmt: skip
+        candidates = Candidates.of(layout)
+        builder = PlanBuilder(layout, self._table_of, slots, candidates.shown if candidates else NO_CANDIDATES)
+        self._host = Host(
+            layout=layout,
+            pools=pools,
+            tree=Retention(layout, pools),
+            counters=self._counters,
+            builder=builder,
+            rows=[None] * layout.max_sequences,
+            free_rows=list(range(layout.max_sequences - 1, -1, -1)),
+            slots=slots,
+            candidates=candidates,
+            scratch=self.config.window_scratch if any(g.window for g in layout.attention_groups) else None,
+            ledger=Ledger(layout),
+            sequences={},
+            prompting={},
+        )
+        self._batches = Batches(self._host)
 
     def _table_of(self, row: int, group: int) -> np.ndarray:
         owner = self._host.rows[row]
@@ -85,13 +100,15 @@ class CacheManager:
     def reset(self) -> CacheState:
         """The device state was lost or deleted: closes all sequences, forgets what the device held.
 
+        As after a jitted step that failed once it had been given the donated state. Do not go on with the old one.
+
         Returns:
           A fresh state of the same shapes: nothing recompiles.
         """
         for seq in list(self._host.sequences):
             seq._abandon()
         self._keep_totals()
-        self._host = self._fresh_host()
+        self._start_over()
         return self.init()
 
     def _keep_totals(self) -> None:
@@ -148,7 +165,7 @@ class CacheManager:
         ids = self._prompt(tokens)
         self._check_scope(scope)
         limit = max(0, len(ids) - 1) if max_reuse is None else min(require_int("max_reuse", max_reuse, 0), len(ids))
-        return self._host.tree.match(self._host.key(scope), ids, limit).match
+        return find(self._host, self._host.key(scope), ids, limit).match
 
     def _prompt(self, tokens: Any) -> np.ndarray:
         ids = as_tokens(tokens)
@@ -170,6 +187,9 @@ class CacheManager:
         worst = [0] * len(self.layout.pools)  # while the prompt is written
         for group in self.layout.attention_groups:
             worst[group.pool] += -(-prompt // page_size)
+            if self.config.window_scratch is not None:  # no pages for what leaves the window within the chunk
+                sinks, first = group.first_live(max(0, prompt - self.config.window_scratch.max_rewind), page_size)
+                worst[group.pool] -= first - sinks
         # what decoding takes repeats with the page, a page of full attention larger each time: the last page is worst
         for length in range(max(prompt, total - page_size), total):
             pages = [0] * len(self.layout.pools)
@@ -194,32 +214,106 @@ class CacheManager:
         Raises:
           SequenceStateError: a sequence is not active, of another manager or listed twice, or the state was donated.
         """
-        batch, rows = self._rows(sequences)
+        batch = self._batches.of("prepare", sequences)
+        return self._prepared(state, batch), batch.rows.astype(np.int32)
+
+    def prepare_ragged(
+        self,
+        state: CacheState,
+        sequences: Iterable[Sequence],
+        counts: Any,
+        *,
+        pad_tokens: int | Iterable[int],
+        pad_sequences: int | Iterable[int],
+    ) -> tuple[CacheState, Ragged]:
+        """`prepare` for a step that takes different numbers of tokens of its sequences, back to back.
+
+        Args:
+          state: the latest state; donated where there is work to do.
+          sequences: active sequences of this manager, each once.
+          counts: int[n]: tokens that the step writes of each, from its length on; an int: as many of each.
+          pad_tokens: T, the step's static number of tokens; of several (buckets) the smallest that fits.
+          pad_sequences: R, likewise.
+
+        Returns:
+          The new state, and the batch: NumPy arrays padded to T and R.
+
+        Raises:
+          ConfigError: a count below 1, or too many tokens or sequences for every bucket.
+          SequenceStateError: as `prepare`; or more tokens than a sequence has reserved.
+        """
+        batch = self._batches.of("prepare_ragged", sequences)
+        wanted = as_counts("prepare_ragged", "counts", counts, len(batch.rows), least=1)
+        starts, capacities = self._batches.lengths(batch)
+        tokens = _bucket("pad_tokens", pad_tokens, int(wanted.sum()))
+        rows = _bucket("pad_sequences", pad_sequences, len(wanted))
+        short = np.flatnonzero(starts + wanted > capacities).tolist()
+        if short:
+            i = short[0]
+            raise SequenceStateError(
+                f"prepare_ragged: counts[{i}] is {wanted[i]}, but {batch.sequences[i]!r} has room for "
+                f"{capacities[i] - starts[i]} more; reserve first"
+            )
+        state = self._prepared(state, batch)
+        return state, make_ragged(batch.rows, starts, wanted, tokens, rows)
+
+    def _prepared(self, state: CacheState, batch: Batch) -> CacheState:
         self._check_state(state)
         builder = self._host.builder
+        if self._host.candidates is not None:
+            self._batches.show_candidates(batch)
         if not builder.empty:
             state = apply(state, builder.build())
             builder.clear()
-        for seq in batch:
-            seq._put_in_flight()
-        return state, rows
+        self._batches.put_in_flight(batch)
+        return state
 
-    def _rows(self, sequences: Iterable[Sequence]) -> tuple[list[Sequence], np.ndarray]:
-        """The batch as a list, and its rows; every sequence must be active, ours and listed once."""
-        if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
-            raise ConfigError(f"prepare: takes a list of sequences, got {sequences!r}")
-        batch = list(sequences)
-        for i, seq in enumerate(batch):
-            if not isinstance(seq, Sequence):
-                raise ConfigError(f"prepare: sequences[{i}] is a {type(seq).__name__}, not a Sequence")
-            if seq.status is not Status.ACTIVE:
-                raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, is not active")
-            if seq not in self._host.sequences:
-                raise SequenceStateError(f"prepare: sequences[{i}], {seq!r}, belongs to another manager")
-        rows = np.array([seq.row for seq in batch], np.int32)
-        if len(set(batch)) != len(batch):
-            raise SequenceStateError(f"prepare: a sequence is listed twice; rows {rows.tolist()}")
-        return batch, rows
+    # Many sequences at once: the outcome of the sequences' own calls, at a cost that hardly depends on their number
+    # where none of them needs, fills or loses a page.
+
+    def reserve(self, sequences: Iterable[Sequence], counts: Any) -> int:
+        """`Sequence.reserve` for each in order, until one finds no room.
+
+        Args:
+          sequences: active sequences of this manager, each once.
+          counts: int[n]: tokens for each; an int: as many for each.
+
+        Returns:
+          How many of them, from the first on, have room now. The others are unchanged.
+
+        Raises:
+          ConfigError: wrong counts.
+          OutOfPagesError: not even an empty cache could give one what it asks for; those before it have room.
+          SequenceStateError: a sequence is not active, of another manager or listed twice.
+        """
+        return self._batches.reserve(sequences, counts)
+
+    def advance(self, sequences: Iterable[Sequence], counts: Any) -> None:
+        """`Sequence.advance` for each, all or none.
+
+        Args:
+          sequences: active sequences of this manager, each once.
+          counts: int[n]: tokens that the step wrote of each; an int: as many of each.
+
+        Raises:
+          ConfigError: wrong counts.
+          SequenceStateError: as `Sequence.advance`, or a sequence is listed twice. Nothing has changed then.
+        """
+        self._batches.advance(sequences, counts)
+
+    def commit(self, sequences: Iterable[Sequence], tokens: Any, lengths: Any) -> None:
+        """`Sequence.commit` for each, all or none.
+
+        Args:
+          sequences: active sequences of this manager, each once.
+          tokens: host ids, int[sum of lengths], the sequences' tokens back to back.
+          lengths: int[n]: tokens of each; an int: as many of each.
+
+        Raises:
+          ConfigError: wrong ids or lengths.
+          SequenceStateError: as `Sequence.commit`, or a sequence is listed twice. Nothing has changed then.
+        """
+        self._batches.commit(sequences, tokens, lengths)
 
     def _check_state(self, state: CacheState) -> None:
         if not isinstance(state, CacheState) or state.layout is not self.layout:
@@ -260,3 +354,12 @@ class CacheManager:
           IntegrityError: names the broken invariant.
         """
         check_host(self._host)
+
+
+def _bucket(field: str, sizes: int | Iterable[int], needed: int) -> int:
+    """The smallest of `sizes` that holds `needed`."""
+    buckets = sorted(require_int(field, size, 1) for size in (sizes if isinstance(sizes, Iterable) else (sizes,)))
+    for size in buckets:
+        if size >= needed:
+            return size
+    raise ConfigError(f"prepare_ragged: {field}={buckets} is too small for {needed}")

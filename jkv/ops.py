@@ -2,6 +2,7 @@
 
 Rules that all of them share:
 
+- `rows` are those of a padded batch, int32[B] with positions [B, T]; or a Ragged, with positions [T].
 - A padded batch entry has row -1, a padded token position -1: reads give zeros, writes go nowhere.
 - So do tokens whose page-table entry is null (0), rows without a state slot, and rows and pages out of range.
 - Nothing is ever read from page 0 or slot 0: what lies there is garbage.
@@ -12,7 +13,7 @@ Rules that all of them share:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jkv.config import Buffer
+from jkv.config import LARGEST_QUANTIZED, Buffer, scale_names
 from jkv.errors import ConfigError
 from jkv.layout import INT32_MAX, LayerPlace
+from jkv.ragged import Ragged
 from jkv.state import CacheState
+
+Rows = ArrayLike | Ragged  # what every op takes: rows of a padded batch, or a ragged one
 
 # ---- checks, at trace time ----------------------------------------------------------------------------------
 
@@ -39,6 +43,13 @@ def attention_place(state: CacheState, layer: str, op: str) -> LayerPlace:
     place = _place(state, layer, op)
     if place.group.recurrent:
         raise ConfigError(f"{op}: layer {layer!r} is recurrent; use read_state and write_state")
+    return place
+
+
+def _own_place(op: str, layer: str, place: LayerPlace) -> LayerPlace:
+    """`place`; ConfigError if it is another layer's, which alone may write there."""
+    if place.shares is not None:
+        raise ConfigError(f"{op}: layer {layer!r} reads the KV of {place.shares!r}; {op} to {place.shares!r}")
     return place
 
 
@@ -58,51 +69,151 @@ def as_array(name: str, value: Any) -> jax.Array:
         raise ConfigError(f"{name} must be an array, got {value!r}") from error
 
 
-def _index_array(name: str, value: ArrayLike, rank: int, shape: str) -> jax.Array:
-    """`value` as int32; ConfigError if it is not a signed integer array of that rank."""
+def _index_array(name: str, value: Any, rank: int | None, shape: str) -> jax.Array:
+    """`value` as int32; ConfigError if it is not a signed integer array of that rank (None: any)."""
     if isinstance(value, np.ndarray) and value.dtype == np.int64 and value.size and abs(value).max() > INT32_MAX:
         raise ConfigError(f"{name} must be int32{shape}, got values up to {abs(value).max()}")
     array = as_array(name, value)
-    if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.signedinteger):
+    if rank not in (None, array.ndim) or not jnp.issubdtype(array.dtype, jnp.signedinteger):
         raise ConfigError(f"{name} must be int32{shape}, got {array.dtype}{list(array.shape)}")
     return array.astype(jnp.int32)
 
 
-def check_rows(state: CacheState, rows: ArrayLike) -> jax.Array:
+def check_rows(state: CacheState, rows: Rows) -> jax.Array:
     """`rows` as int32[B] in which everything that is not a row of the tables is INT32_MAX, an index out of range."""
+    if isinstance(rows, Ragged):
+        return check_ragged(state, rows).rows
     rows = _index_array("rows", rows, 1, "[B]")
     return jnp.where((rows >= 0) & (rows < state.layout.max_sequences), rows, INT32_MAX)
 
 
-def check_tokens(state: CacheState, rows: ArrayLike, positions: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """`rows` as in `check_rows`, and `positions` as int32[B, T] in which every padding is -1."""
-    rows = check_rows(state, rows)
-    positions = _index_array("positions", positions, 2, "[B, T]")
-    if positions.shape[0] != rows.shape[0]:
-        raise ConfigError(f"positions is [{positions.shape[0]}, {positions.shape[1]}] for rows of [{rows.shape[0]}]")
-    live = (positions >= 0) & (rows != INT32_MAX)[:, None]
-    return rows, jnp.where(live, positions, -1)
+def check_ragged(state: CacheState, batch: Ragged) -> Ragged:
+    """`batch` with int32 arrays, its rows as `check_rows` gives them; ConfigError if the shapes do not fit."""
+    arrays = {
+        field.name: _index_array(f"Ragged.{field.name}", getattr(batch, field.name), 1, f"[{size}]")
+        for field, size in zip(dataclasses.fields(batch), ("R", "T", "R + 1", "R", "1"), strict=True)
+    }
+    rows = arrays["rows"].shape[0]
+    for name, size in (("cu_q_lens", rows + 1), ("kv_lens", rows), ("num_seqs", 1)):
+        if arrays[name].shape[0] != size:
+            raise ConfigError(f"Ragged.{name} is [{arrays[name].shape[0]}], must be [{size}] for rows of [{rows}]")
+    return Ragged(**{**arrays, "rows": check_rows(state, arrays["rows"])})
+
+
+def check_tokens(state: CacheState, rows: Rows, positions: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """`rows` as in `check_rows`, and `positions` as int32[B, T], of a Ragged int32[T], in which every padding is -1."""
+    if isinstance(rows, Ragged):
+        batch = check_ragged(state, rows)
+        positions, tokens = _index_array("positions", positions, 1, "[T]"), batch.positions.shape[0]
+        if positions.shape[0] != tokens:
+            raise ConfigError(f"positions is [{positions.shape[0]}] for a Ragged of {tokens} tokens")
+        checked = batch.rows
+    else:
+        checked = check_rows(state, rows)
+        positions = _index_array("positions", positions, 2, "[B, T]")
+        if positions.shape[0] != checked.shape[0]:
+            raise ConfigError(f"positions is {list(positions.shape)} for rows of [{checked.shape[0]}]")
+    live = (positions >= 0) & (rows_of_tokens(rows, checked) != INT32_MAX)
+    return checked, jnp.where(live, positions, -1)
+
+
+def rows_of_tokens(batch: Rows, rows: jax.Array) -> jax.Array:
+    """Each token's row: int32[B, 1], of a Ragged int32[T]; INT32_MAX: none.
+
+    Args:
+      batch: what the op was given for rows.
+      rows: the same, from `check_rows`.
+    """
+    if not isinstance(batch, Ragged):
+        return rows[:, None]
+    return rows.at[batch.sequence_of_tokens()].get(mode="fill", fill_value=INT32_MAX)
+
+
+def _check_names(where: str, values: Any, *accepted: Iterable[str]) -> Mapping[str, Any]:
+    """`values`; ConfigError unless it is a mapping with exactly the names of one of `accepted`."""
+    sets = [set(names) for names in accepted]
+    if not isinstance(values, Mapping) or set(values) not in sets:
+        given = sorted(values) if isinstance(values, Mapping) else type(values).__name__
+        names = " or ".join(dict.fromkeys(str(sorted(each)) for each in sets))
+        raise ConfigError(f"{where} must be a mapping with the buffers {names}, got {given}")
+    return values
+
+
+def _check_value(where: str, value: Any, shape: tuple[int, ...], dtype: np.dtype | None) -> jax.Array:
+    """`value` as an array; ConfigError if it has another shape or dtype (None: any float)."""
+    array = value if hasattr(value, "dtype") else as_array(where, value)
+    fits = jnp.issubdtype(array.dtype, jnp.floating) if dtype is None else array.dtype == dtype
+    if array.shape != shape or not fits:
+        wanted = f"{'any float' if dtype is None else dtype.name}{list(shape)}"
+        raise ConfigError(f"{where} must be {wanted}, got {array.dtype}{list(array.shape)}")
+    return jnp.asarray(array)
 
 
 def check_values(
-    op: str, layer: str, argument: str, values: Mapping[str, Any], buffers: Mapping[str, Buffer], lead: tuple[int, ...]
+    op: str,
+    layer: str,
+    argument: str,
+    values: Mapping[str, Any] | None,
+    buffers: Mapping[str, Buffer],
+    lead: tuple[int, ...],
 ) -> dict[str, jax.Array]:
     """`values` as arrays; ConfigError unless it has each of `buffers`, as [*lead, *shape] in the declared dtype."""
     where = f"{op}: {argument} of layer {layer!r}"
-    if not isinstance(values, Mapping) or set(values) != set(buffers):
-        given = sorted(values) if isinstance(values, Mapping) else type(values).__name__
-        raise ConfigError(f"{where} must be a mapping with the buffers {sorted(buffers)}, got {given}")
+    given = _check_names(where, values, buffers)
+    return {
+        name: _check_value(f"{where}: {argument}[{name!r}]", given[name], (*lead, *buffer.shape), buffer.dtype)
+        for name, buffer in buffers.items()
+    }
+
+
+def token_values(
+    op: str, layer: str, argument: str, values: Mapping[str, Any], place: LayerPlace, lead: tuple[int, ...]
+) -> dict[str, jax.Array]:
+    """What the step's tokens store in the layer: `values`, quantised where the layer has scales and they are not given.
+
+    Args:
+      op, layer, argument: for messages.
+      values: every buffer of the layer, as [*lead, *shape] in the declared dtype; or all but the scales, and those
+        that they scale in any float dtype.
+      place: where the layer lies.
+      lead: the shape of the step's positions.
+
+    Returns:
+      Every buffer of the layer -> [*lead, *shape] in the declared dtype.
+
+    Raises:
+      ConfigError: other buffers, a wrong shape or dtype.
+    """
+    where, buffers = f"{op}: {argument} of layer {layer!r}", place.buffers
+    scales = scale_names(buffers)
+    unscaled = [name for name in buffers if name not in scales.values()]
+    given = _check_names(where, values, buffers, unscaled)
+    if len(given) == len(buffers):
+        return check_values(op, layer, argument, given, buffers, lead)
     arrays = {}
-    for name, buffer in buffers.items():
-        array = values[name] if hasattr(values[name], "dtype") else as_array(f"{argument}[{name!r}]", values[name])
-        shape = (*lead, *buffer.shape)
-        if array.shape != shape or array.dtype != buffer.dtype:
-            raise ConfigError(
-                f"{where}: {argument}[{name!r}] must be {buffer.dtype.name}{list(shape)}, "
-                f"got {array.dtype}{list(array.shape)}"
-            )
-        arrays[name] = jnp.asarray(array)
+    for name in unscaled:
+        dtype = None if name in scales else buffers[name].dtype
+        shape = (*lead, *buffers[name].shape)
+        arrays[name] = _check_value(f"{where}: {argument}[{name!r}]", given[name], shape, dtype)
+    for name, scale in scales.items():
+        arrays[name], arrays[scale] = _quantized(arrays[name], buffers[name].dtype, buffers[scale].dtype)
     return arrays
+
+
+def _quantized(array: jax.Array, dtype: np.dtype, scale_dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """`array` as (quantised elements, their scales without the last axis); the product is about `array` again.
+
+    A vector with a NaN has it in its scale, and its elements are 0.
+    """
+    array = array.astype(jnp.float32)
+    largest = LARGEST_QUANTIZED[dtype]
+    # XLA compiles a division by a constant as a product, so with a division eager ops would differ from jitted ones.
+    scale = jnp.abs(array).max(axis=-1) * (1 / largest)
+    scale = jnp.minimum(scale, float(jnp.finfo(scale_dtype).max)).astype(scale_dtype)
+    divisor = scale.astype(jnp.float32)[..., None]  # the rounded one: it is what a reader multiplies with
+    steps = jnp.where(divisor > 0, array / jnp.where(divisor > 0, divisor, 1), 0)
+    steps = jnp.clip(steps, -largest, largest)  # a scale rounded down; beyond its largest number float8 is NaN
+    return (jnp.round(steps) if jnp.issubdtype(dtype, jnp.integer) else steps).astype(dtype), scale
 
 
 # ---- storage ------------------------------------------------------------------------------------------------
@@ -143,15 +254,23 @@ def _gathered(array: jax.Array, ids: jax.Array) -> jax.Array:
     return array.at[ids].get(mode="clip")
 
 
-def _scattered(array: jax.Array, ids: jax.Array, places: tuple[jax.Array, ...], values: jax.Array) -> jax.Array:
-    """`array` with `values` at [ids, *places]; dropped where the page or slot id is 0."""
-    ids = jnp.where(ids > 0, ids, array.shape[0])
-    if ids.size == 1:
+def _scattered(
+    array: jax.Array, ids: jax.Array, places: tuple[jax.Array, ...], values: jax.Array, after: Sequence[jax.Array] = ()
+) -> jax.Array:
+    """`array` with `values` at [ids, *places]; dropped where the page or slot id is 0.
+
+    `after`: arrays that XLA has to compute before it writes.
+    """
+    beyond = array.shape[0]
+    ids = jnp.where(ids > 0, ids, beyond)
+    if ids.size == 1 or (after and ids.size):
         # XLA makes a dynamic-update-slice of a scatter of one index, fuses it into its readers and then copies the
-        # whole pool (three times beside attend). A second index, dropped, keeps it a scatter, in place.
-        ids = jnp.concatenate([ids, jnp.full_like(ids, array.shape[0])])
-        places = tuple(jnp.concatenate([place, place]) for place in places)
-        values = jnp.concatenate([values, values])
+        # whole pool (three times beside attend). One more index, dropped, keeps it a scatter, in place. Computed from
+        # `after` it is out of range all the same, and XLA cannot know that it does not matter.
+        more = jnp.full_like(ids[:1], beyond) + sum((a.reshape(-1)[0] > 0).astype(jnp.int32) for a in after)
+        ids = jnp.concatenate([ids, more])
+        places = tuple(jnp.concatenate([place, place[:1]]) for place in places)
+        values = jnp.concatenate([values, values[:1]])
     return array.at[(ids, *places)].set(values, mode="drop")
 
 
@@ -159,7 +278,7 @@ def _scattered(array: jax.Array, ids: jax.Array, places: tuple[jax.Array, ...], 
 
 
 def append(
-    state: CacheState, layer: str, rows: ArrayLike, positions: ArrayLike, values: Mapping[str, ArrayLike]
+    state: CacheState, layer: str, rows: Rows, positions: ArrayLike, values: Mapping[str, ArrayLike]
 ) -> CacheState:
     """Writes the step's tokens into their pages.
 
@@ -169,22 +288,24 @@ def append(
     Args:
       state: the cache; donate it to the jitted step and the write is in place.
       layer: name of an attention layer.
-      rows: int32[B], from `prepare`; -1: padding.
-      positions: int32[B, T], position of each token in its sequence; -1: padding.
-      values: buffer -> [B, T, *shape], in the declared dtype.
+      rows: int32[B], from `prepare`; -1: padding. Or a Ragged.
+      positions: int32[B, T], position of each token in its sequence; -1: padding. With a Ragged int32[T].
+      values: buffer -> [B, T, *shape], in the declared dtype; with a Ragged [T, *shape]. A layer with scales takes
+        its K/V also without them, in any float dtype, and quantises each token and head: the scale is
+        max |x| / 127 (int8) or / 448 (float8_e4m3fn).
 
     Returns:
       The new state. Tokens whose page-table entry is null are skipped.
 
     Raises:
-      ConfigError: an unknown or recurrent layer; a wrong rank, shape or dtype.
+      ConfigError: an unknown or recurrent layer, or one that shares another's KV; a wrong rank, shape or dtype.
     """
-    place = attention_place(state, layer, "append")
-    rows, positions = check_tokens(state, rows, positions)
-    values = check_values("append", layer, "values", values, place.buffers, positions.shape)
+    place = _own_place("append", layer, attention_place(state, layer, "append"))
+    checked, positions = check_tokens(state, rows, positions)
+    values = token_values("append", layer, "values", values, place, positions.shape)
     page_size = state.layout.page_size
     columns = jnp.where(positions < 0, INT32_MAX, positions // page_size)
-    pages = table_entries(state.page_tables[place.group.name], rows[:, None], columns)
+    pages = table_entries(state.page_tables[place.group.name], rows_of_tokens(rows, checked), columns)
     written = {}
     for name, array in layer_arrays(state, place).items():
         tokens = as_dtype(values[name], array.dtype)
@@ -192,13 +313,13 @@ def append(
     return _with_layer_arrays(state, place, written)
 
 
-def gather(state: CacheState, layer: str, rows: ArrayLike, length: int) -> dict[str, jax.Array]:
+def gather(state: CacheState, layer: str, rows: Rows, length: int) -> dict[str, jax.Array]:
     """Contiguous copies of the first `length` tokens of each row.
 
     Args:
       state: the cache.
       layer: name of an attention layer.
-      rows: int32[B]; -1: padding.
+      rows: int32[B]; -1: padding. Or a Ragged of B sequences.
       length: tokens to read, a Python int of at most max_length, rounded up to whole pages.
 
     Returns:
@@ -226,38 +347,42 @@ def gather(state: CacheState, layer: str, rows: ArrayLike, length: int) -> dict[
     return out
 
 
-def table_for(state: CacheState, layer: str, rows: ArrayLike, buffer: str | None = None) -> jax.Array:
+def table_for(state: CacheState, layer: str, rows: Rows, buffer: str | None = None) -> jax.Array:
     """The page table of each row, for custom kernels.
 
     Args:
       state: the cache.
       layer: name of an attention layer.
-      rows: int32[B]; -1: padding.
-      buffer: one of the layer's buffers, or None: all of them share one table.
+      rows: int32[B]; -1: padding. Or a Ragged of B sequences.
+      buffer: one of the layer's buffers, or None: the table of those without a page_size of their own.
 
     Returns:
-      int32[B, max_pages], page ids in `pool(state, layer, ...)`; 0: no page.
+      int32[B, max_pages], page ids in `pool(state, layer, buffer)`; 0: no page. For a buffer with a page_size that
+      goes r times into the cache's: int32[B, max_pages * r].
 
     Raises:
       ConfigError: an unknown layer or buffer, a recurrent layer, a wrong rank or dtype.
     """
     place = attention_place(state, layer, "table_for")
-    if buffer is not None:
-        _known_buffer("table_for", layer, place, buffer)
+    parts = 1 if buffer is None else _parts(state, _known_buffer("table_for", layer, place, buffer))
     rows = check_rows(state, rows)
-    return state.page_tables[place.group.name].at[rows].get(mode="fill", fill_value=0)
+    pages = state.page_tables[place.group.name].at[rows].get(mode="fill", fill_value=0)
+    if parts == 1:
+        return pages
+    table = jnp.where(pages[..., None] > 0, pages[..., None] * parts + jnp.arange(parts), 0)
+    return table.reshape(rows.shape[0], -1)
 
 
 # ---- recurrent layers ---------------------------------------------------------------------------------------
 
 
-def slots_for(state: CacheState, layer: str, rows: ArrayLike) -> jax.Array:
+def slots_for(state: CacheState, layer: str, rows: Rows) -> jax.Array:
     """The live state slot of each row.
 
     Args:
       state: the cache.
       layer: name of a recurrent layer.
-      rows: int32[B]; -1: padding.
+      rows: int32[B]; -1: padding. Or a Ragged of B sequences.
 
     Returns:
       int32[B], slots in `pool(state, layer, ...)`; 0: none.
@@ -265,59 +390,116 @@ def slots_for(state: CacheState, layer: str, rows: ArrayLike) -> jax.Array:
     Raises:
       ConfigError: an unknown or attention layer, a wrong rank or dtype.
     """
-    place = recurrent_place(state, layer, "slots_for")
-    rows = check_rows(state, rows)
-    return state.state_slots[place.group.name].at[rows].get(mode="fill", fill_value=0)
+    recurrent_place(state, layer, "slots_for")
+    return state.state_slots["recurrent"].at[check_rows(state, rows)].get(mode="fill", fill_value=0)
 
 
-def read_state(state: CacheState, layer: str, rows: ArrayLike) -> dict[str, jax.Array]:
-    """The recurrent state of each row.
+def candidate_slots(state: CacheState, layer: str, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """The slots in which verify steps keep a state per token, for `read_state` and `write_state`.
+
+    A verify step runs the input token and up to max_drafts drafts. It starts from one of the states that the step
+    before it left, the one after that step's last accepted draft, and leaves its own, one after each token:
+
+        a step accepted j:     read_state(slots=previous[:, j])
+        this step's states:    write_state(slots=current[:, :drafts + 1])
 
     Args:
       state: the cache.
       layer: name of a recurrent layer.
-      rows: int32[B]; -1: padding.
+      rows: int32[B]; -1: padding. Or a Ragged of B sequences.
 
     Returns:
-      buffer -> [B, *shape] in the declared dtype; zeros for padding and rows without a slot.
+      (previous, current), int32[B, max_drafts + 1] each: slots in `pool(state, layer, ...)`; 0: none. Where the host
+      knows already what was accepted, `previous` is the live slot throughout.
 
     Raises:
-      ConfigError: an unknown or attention layer, a wrong rank or dtype.
+      ConfigError: an unknown or attention layer, a cache without max_drafts, a wrong rank or dtype.
     """
-    place = recurrent_place(state, layer, "read_state")
-    slots = slots_for(state, layer, rows)
-    out = {}
+    recurrent_place(state, layer, "candidate_slots")
+    if "candidates" not in state.state_slots:
+        raise ConfigError("candidate_slots: the cache was made with max_drafts=0, so it has no candidate slots")
+    slots = state.state_slots["candidates"].at[check_rows(state, rows)].get(mode="fill", fill_value=0)
+    return slots[:, 0], slots[:, 1]
+
+
+def _checked_slots(
+    op: str, state: CacheState, layer: str, rows: Rows | None, slots: ArrayLike | None
+) -> tuple[LayerPlace, jax.Array]:
+    """Where `layer` lies, and `slots`, or the live ones of `rows`, with 0 for all that are none."""
+    place = recurrent_place(state, layer, op)
+    if rows is not None and slots is None:
+        return place, slots_for(state, layer, rows)
+    if rows is not None or slots is None:
+        raise ConfigError(f"{op}: takes exactly one of rows and slots, got {'neither' if rows is None else 'both'}")
+    slots = _index_array(f"{op}: slots", slots, None, "[...]")
+    num_rows = state.layout.pools[place.pool].num_rows
+    return place, jnp.where((slots > 0) & (slots < num_rows), slots, 0)
+
+
+def read_state(
+    state: CacheState, layer: str, rows: Rows | None = None, *, slots: ArrayLike | None = None
+) -> dict[str, jax.Array]:
+    """The recurrent state of each row, or of each slot.
+
+    Args:
+      state: the cache.
+      layer: name of a recurrent layer.
+      rows: int32[B]; -1: padding. Or a Ragged of B sequences.
+      slots: instead of rows: int32[...] of any rank, from `candidate_slots` or `Sequence.plan_snapshots`; 0: none.
+
+    Returns:
+      buffer -> [B, *shape], or [*slots.shape, *shape], in the declared dtype; zeros for padding, for rows without a
+      slot, and for slots that are 0 or out of range.
+
+    Raises:
+      ConfigError: an unknown or attention layer, both or neither of rows and slots, a wrong rank or dtype.
+    """
+    place, slots = _checked_slots("read_state", state, layer, rows, slots)
+    flat, out = slots.reshape(-1), {}
     for name, array in layer_arrays(state, place).items():
-        states = _gathered(array, slots)
-        out[name] = as_dtype(jnp.where(_broadcast_over(slots > 0, states), states, 0), place.buffers[name].dtype)
+        states = _gathered(array, flat)
+        states = jnp.where(_broadcast_over(flat > 0, states), states, 0).reshape(*slots.shape, *array.shape[1:])
+        out[name] = as_dtype(states, place.buffers[name].dtype)
     return out
 
 
-def write_state(state: CacheState, layer: str, rows: ArrayLike, values: Mapping[str, ArrayLike]) -> CacheState:
-    """Replaces the recurrent state of each row.
+def write_state(
+    state: CacheState,
+    layer: str,
+    rows: Rows | None = None,
+    values: Mapping[str, ArrayLike] | None = None,
+    *,
+    slots: ArrayLike | None = None,
+) -> CacheState:
+    """Replaces the recurrent state of each row, or of each slot.
 
     Args:
-      state: the cache; donate it to the jitted step and the write is in place.
+      state: the cache; donate it to the jitted step and the write is in place. (Not where the step also read other
+        slots of the layer and nothing of what is written follows from that: XLA then copies the pool.)
       layer: name of a recurrent layer.
-      rows: int32[B], each row at most once; -1: padding.
-      values: buffer -> [B, *shape], in the declared dtype.
+      rows: int32[B], each row at most once; -1: padding. Or a Ragged of B sequences.
+      values: buffer -> [B, *shape], or [*slots.shape, *shape], in the declared dtype.
+      slots: instead of rows: int32[...] of any rank, from `candidate_slots` or `Sequence.plan_snapshots`, each at
+        most once; 0: skip.
 
     Returns:
-      The new state. Rows without a slot are skipped.
+      The new state. Rows without a slot are skipped, and slots that are 0 or out of range.
 
     Raises:
-      ConfigError: an unknown or attention layer; a wrong rank, shape or dtype.
+      ConfigError: an unknown or attention layer, both or neither of rows and slots; a wrong rank, shape or dtype.
     """
-    place = recurrent_place(state, layer, "write_state")
-    slots = slots_for(state, layer, rows)
-    values = check_values("write_state", layer, "values", values, place.buffers, slots.shape)
-    written = {}
+    place, slots = _checked_slots("write_state", state, layer, rows, slots)
+    checked = check_values("write_state", layer, "values", values, place.buffers, slots.shape)
+    flat, written = slots.reshape(-1), {}
     for name, array in layer_arrays(state, place).items():
-        # Keeping `old` where there is no slot changes nothing, but makes this write depend on the very gather that
-        # `read_state` did: without that, XLA copies the whole pool where the new state does not follow from the old.
-        old = _gathered(array, slots)
-        states = jnp.where(_broadcast_over(slots > 0, old), as_dtype(values[name], array.dtype), old)
-        written[name] = _scattered(array, slots, (), states)
+        # A write that does not come after a read of the same pool makes XLA keep the old pool for the reader, a copy.
+        # Some of a layer's new values follow from what the step read of its states, others need not: a convolution's,
+        # once it has seen enough tokens. So each write waits for all of them. And keeping `old` where there is no
+        # slot changes nothing, but makes the write depend on the very gather that `read_state` of these slots did.
+        old = _gathered(array, flat)
+        states = as_dtype(checked[name], array.dtype).reshape(old.shape)
+        states = jnp.where(_broadcast_over(flat > 0, old), states, old)
+        written[name] = _scattered(array, flat, (), states, [v for other, v in checked.items() if other != name])
     return _with_layer_arrays(state, place, written)
 
 
@@ -328,6 +510,19 @@ def _known_buffer(op: str, layer: str, place: LayerPlace, buffer: str) -> Buffer
     if buffer not in place.buffers:
         raise ConfigError(f"{op}: layer {layer!r} has no buffer {buffer!r}, only {', '.join(place.buffers)}")
     return place.buffers[buffer]
+
+
+def _parts(state: CacheState, buffer: Buffer) -> int:
+    """How many of the buffer's own pages make one page of the cache."""
+    return state.layout.page_size // (buffer.page_size or state.layout.page_size)
+
+
+def _shown_shape(state: CacheState, stored: jax.Array, buffer: Buffer) -> tuple[int, ...]:
+    """The shape in which `pool` shows a stored array: with pages of the buffer's own size."""
+    parts = _parts(state, buffer)
+    if parts == 1:
+        return stored.shape
+    return stored.shape[0] * parts, stored.shape[1] // parts, *stored.shape[2:]
 
 
 def pool(state: CacheState, layer: str, buffer: str) -> jax.Array:
@@ -343,14 +538,16 @@ def pool(state: CacheState, layer: str, buffer: str) -> jax.Array:
 
     Returns:
       attention: [pages + 1, page_size, *shape], index it with `table_for`; recurrent: [slots + 1, *shape], index
-      it with `slots_for`.
+      it with `slots_for`, and behind those the candidate slots. A Buffer.page_size that goes r times into the
+      cache's page_size: [(pages + 1) * r, page_size, *shape], of which the first r pages are null.
 
     Raises:
       ConfigError: an unknown layer or buffer.
     """
     place = _place(state, layer, "pool")
-    dtype = _known_buffer("pool", layer, place, buffer).dtype
-    return as_dtype(layer_arrays(state, place)[buffer], dtype)
+    declared = _known_buffer("pool", layer, place, buffer)
+    stored = layer_arrays(state, place)[buffer]
+    return as_dtype(stored, declared.dtype).reshape(_shown_shape(state, stored, declared))
 
 
 def with_pool(state: CacheState, layer: str, buffer: str, array: jax.Array) -> CacheState:
@@ -358,20 +555,22 @@ def with_pool(state: CacheState, layer: str, buffer: str, array: jax.Array) -> C
 
     Args:
       state: the cache.
-      layer: name of any layer.
+      layer: name of a layer that does not share another's KV.
       buffer: one of its buffers.
       array: what `pool` gave, updated: same shape, declared dtype.
 
     Raises:
-      ConfigError: an unknown layer or buffer; another shape or dtype than `pool` gives.
+      ConfigError: an unknown layer or buffer, a layer that shares; another shape or dtype than `pool` gives.
     """
-    place = _place(state, layer, "with_pool")
-    dtype = _known_buffer("with_pool", layer, place, buffer).dtype
+    place = _own_place("with_pool", layer, _place(state, layer, "with_pool"))
+    declared = _known_buffer("with_pool", layer, place, buffer)
     arrays = layer_arrays(state, place)
     stored = arrays[buffer]
-    if array.shape != stored.shape or array.dtype != dtype:
+    shape = _shown_shape(state, stored, declared)
+    if array.shape != shape or array.dtype != declared.dtype:
         raise ConfigError(
-            f"with_pool: array for {layer!r}, {buffer!r} must be {dtype.name}{list(stored.shape)}, "
+            f"with_pool: array for {layer!r}, {buffer!r} must be {declared.dtype.name}{list(shape)}, "
             f"got {array.dtype}{list(array.shape)}"
         )
-    return _with_layer_arrays(state, place, {**arrays, buffer: as_dtype(array, stored.dtype)})
+    array = as_dtype(array.reshape(stored.shape), stored.dtype)
+    return _with_layer_arrays(state, place, {**arrays, buffer: array})

@@ -114,8 +114,9 @@ class PagePool:
         self.order = EvictionOrder()
         self.free = self.total
         self._stack = np.arange(self.total, 0, -1, dtype=np.int32)  # [:free] is free; page 1 on top
-        # one more entry than pages: 0 and -1 (which wraps to it) can never be freed
-        self._is_free = np.ones(self.total + 2, bool)
+        # one more entry than there are ids: 0 and -1 (which wraps to it) can never be freed
+        self._is_free = np.ones(pool.num_rows + 1, bool)
+        self._is_free[self.total + 1 : -1] = False  # slots beyond belong to the rows, which swap them for others
 
     @property
     def private(self) -> int:

@@ -23,6 +23,7 @@ ZERO = -1  # as a source: zeros
 UNUSED = INT32_MAX  # as a destination: dropped
 CHUNK = 8  # copies that the device gathers together before it scatters them
 SMALL_ENTRIES = 256
+NO_CANDIDATES = np.zeros((0, 2, 0), np.int32)
 
 
 class Plan(NamedTuple):
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
       num_entries: int32[]: how many of them count.
       tables: whole page tables instead, where the entries are too many: {group: int32[max_sequences, max_pages]}.
       slots: int32[max_sequences]: all of state_slots["recurrent"]; None: unchanged.
+      candidates: int32[max_sequences, 2, max_drafts + 1]: all of state_slots["candidates"]; None: unchanged.
       copies: int32[num_pools, 2, K] each: [p, 0] sources, [p, 1] destinations, in chunks of 8; source -1: zeros.
       num_copies: int32[num_pools] each.
     """
@@ -41,6 +43,7 @@ class Plan(NamedTuple):
     num_entries: np.ndarray
     tables: dict[str, np.ndarray] | None
     slots: np.ndarray | None
+    candidates: np.ndarray | None
     copies: tuple[np.ndarray, ...]
     num_copies: tuple[np.ndarray, ...]
 
@@ -98,6 +101,7 @@ class PlanBuilder:
       table_of: (row, group ordinal) -> the row's page ids, int32[<= max_pages]; entries beyond it are null. Read
         at `build`, so the last word on an entry wins.
       slots: int32[max_sequences], the live slots per row; read at `build`.
+      candidates: int32[max_sequences, 2, max_drafts + 1], the candidate slots to show; read at `build`.
 
     >>> from jkv.config import AttentionLayer, CacheConfig, DeviceTier, kv_buffers
     >>> from jkv.layout import make_layout
@@ -108,12 +112,19 @@ class PlanBuilder:
     [0, 4, 5]
     """
 
-    def __init__(self, layout: Layout, table_of: Callable[[int, int], np.ndarray], slots: np.ndarray):
+    def __init__(
+        self,
+        layout: Layout,
+        table_of: Callable[[int, int], np.ndarray],
+        slots: np.ndarray,
+        candidates: np.ndarray = NO_CANDIDATES,
+    ):
         self._layout = layout
         self._table_of = table_of
         self._slots = slots
+        self._candidates = candidates
         self._groups = tuple(group.name for group in layout.attention_groups)
-        self._sizes = [pool.num_pages + 1 for pool in layout.pools]
+        self._sizes = [pool.num_rows for pool in layout.pools]
         self._smallest_pool = min((self._sizes[group.pool] for group in layout.attention_groups), default=0)
         width = -(-max(64, 2 * layout.max_sequences) // CHUNK) * CHUNK
         self._no_copies = np.zeros((len(layout.pools), 2, width), np.int32)
@@ -124,11 +135,12 @@ class PlanBuilder:
         self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
         self._spans: dict[tuple[int, int], tuple[int, int]] = {}  # (row, group) -> table columns [start, stop)
         self.slots_changed = False
+        self.candidates_changed = False
 
     @property
     def empty(self) -> bool:
         """Whether `build` would have nothing to say."""
-        return not (self._spans or self.slots_changed or any(self._assignments))
+        return not (self._spans or self.slots_changed or self.candidates_changed or any(self._assignments))
 
     @property
     def num_copies(self) -> int:
@@ -150,6 +162,11 @@ class PlanBuilder:
         """`destination` shall hold what `source` holds now."""
         self.write(pool, destination, self.read(pool, source))
 
+    def touches(self, pool: int, place: int) -> bool:
+        """Whether the next plan reads or writes `place`."""
+        assignment = self._assignments[pool]
+        return place in assignment or place in assignment.values()
+
     def mark(self, row: int, group: int, start: int, stop: int) -> None:
         """Table columns [start, stop) of `row` in the attention group of that ordinal have changed."""
         if start >= stop:
@@ -166,21 +183,23 @@ class PlanBuilder:
             tuple(tuple(assignment.items()) for assignment in self._assignments),
             tuple(self._spans.items()),
             self.slots_changed,
+            self.candidates_changed,
         )
 
     def build(self) -> Plan:
         """The plan of everything pending. Nothing is forgotten until `clear`, so a failed dispatch loses nothing."""
         entries, num_entries, tables = self._build_entries()
         copies, num_copies = self._build_copies()
-        slots = self._checked_slots() if self.slots_changed else None
-        return Plan(entries, num_entries, tables, slots, copies, num_copies)
+        slots = self._checked_slots(self._slots) if self.slots_changed else None
+        candidates = self._checked_slots(self._candidates) if self.candidates_changed else None
+        return Plan(entries, num_entries, tables, slots, candidates, copies, num_copies)
 
     def clear(self) -> None:
         """The built plan was dispatched."""
         for assignment in self._assignments:
             assignment.clear()
         self._spans.clear()
-        self.slots_changed = False
+        self.slots_changed = self.candidates_changed = False
 
     def _build_entries(self) -> tuple[np.ndarray | None, np.ndarray, dict[str, np.ndarray] | None]:
         count = sum(stop - start for start, stop in self._spans.values())
@@ -219,12 +238,12 @@ class PlanBuilder:
             if len(pages) and not 0 <= pages.min() <= pages.max() < size:
                 raise IntegrityError(f"group {group.name!r}: page ids {pages.min()}..{pages.max()} outside [0, {size})")
 
-    def _checked_slots(self) -> np.ndarray:
+    def _checked_slots(self, slots: np.ndarray) -> np.ndarray:
         recurrent = self._layout.recurrent_pool
         size = INT32_MAX if recurrent is None else self._sizes[recurrent.ordinal]
-        if np.maximum.reduce(self._slots.view(np.uint32)) >= size:
-            raise IntegrityError(f"live slots {self._slots.tolist()} outside [0, {size})")
-        return self._slots.copy()
+        if np.maximum.reduce(slots.ravel().view(np.uint32)) >= size:
+            raise IntegrityError(f"state slots {slots.tolist()} outside [0, {size})")
+        return slots.copy()
 
     def _whole_tables(self) -> dict[str, np.ndarray]:
         layout = self._layout

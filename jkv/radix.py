@@ -49,6 +49,8 @@ class Match:
       raw_tokens: the longest token match, no group and no cap applied.
       limited_by: the group that shortened the longest path most; None if only the caps did.
       tier_tokens: the hit's tokens by the tier they lie in.
+      in_flight: tokens behind `raw_tokens` that another active sequence has in its prompt and is computing right now:
+        to wait for it is to find them. Recurrent models find a state only where it ends a chunk.
 
     >>> Match(tokens=32, attention_tokens=48, raw_tokens=50, limited_by="recurrent").limited_by
     'recurrent'
@@ -59,6 +61,7 @@ class Match:
     raw_tokens: int = 0
     limited_by: str | None = None
     tier_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    in_flight: int = 0
 
 
 class Endpoint:

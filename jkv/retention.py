@@ -497,12 +497,12 @@ class Retention(RadixTree):
                 pool.release(ids)
                 pool.tree -= len(ids)
                 node.resident -= len(ids)
-            if 2 * keep < len(node.pages[group.ordinal]):  # not for every page: a long run goes one page at a time
+            if 0 < 2 * keep < len(node.pages[group.ordinal]):  # not for every page: a long run goes one page at a time
                 node.pages[group.ordinal] = node.pages[group.ordinal][:keep].copy()
                 if group.window is not None:
                     node.uses[group.ordinal] = node.uses[group.ordinal][:keep].copy()
         node.size = min(node.size, keep * self.page_size)
-        if 2 * node.size < len(node.tokens):
+        if 0 < 2 * node.size < len(node.tokens):
             node.tokens = node.tokens[: node.size].copy()
         node.holders = 0
         self.settle(node)

@@ -4,20 +4,26 @@
         ▲                    │
         └──────suspend───────┘
 
-What it has of pages and states, and what becomes of them, is `holdings.py`'s business. NumPy only.
+What it has of pages and states, and what becomes of them, is `holdings.py`'s business; drafts are `speculation.py`'s.
+NumPy only.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import enum
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from jkv.config import Scope, as_tokens, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
-from jkv.holdings import Holdings, Host
-from jkv.radix import NO_SLOT, Match, node_of
+from jkv.holdings import Host
+from jkv.ledger import NEVER
+from jkv.radix import NO_SLOT, Hit, Match, node_of, path_to
+from jkv.speculation import Mark, Speculation
 
 
 class Status(enum.StrEnum):
@@ -32,7 +38,7 @@ class Status(enum.StrEnum):
     CLOSED = "closed"
 
 
-class Sequence(Holdings):
+class Sequence(Speculation):
     """One request's view of the cache; made by `CacheManager.open`. Lengths count tokens.
 
     >>> import jkv, jax.numpy as jnp
@@ -49,9 +55,6 @@ class Sequence(Holdings):
     Attributes:
       row: row of the page tables while active, else None. Steps take rows from `prepare` only.
       status: Status.
-      committed: tokens published for reuse.
-      length: tokens whose KV and state the cache holds.
-      capacity: token positions that have pages. committed <= length <= capacity.
     """
 
     def __init__(self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool):
@@ -63,7 +66,6 @@ class Sequence(Holdings):
         # from the first resume on:
         self._match: Match | None = None
         self._points: tuple[int, ...] = ()
-        self._reserved = 0  # capacity at the last prepare
 
     def __repr__(self) -> str:
         return (
@@ -78,16 +80,60 @@ class Sequence(Holdings):
         self.close()
 
     @property
+    def committed(self) -> int:
+        """Tokens published for reuse."""
+        return int(self._host.ledger.committed[self.row]) if self._entered else self._committed
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV and state the cache holds."""
+        return int(self._host.ledger.length[self.row]) if self._entered else self._length
+
+    @property
+    def capacity(self) -> int:
+        """Token positions that have pages. committed <= length <= capacity."""
+        return int(self._host.ledger.capacity[self.row]) if self._entered else self._capacity
+
+    @property
     def match(self) -> Match:
         """What was reused; before the first successful resume, what would be reused now."""
         if self._match is not None:
             return self._match
-        return self._host.tree.match(self._scope, self._prompt, self._max_reuse).match
+        return find(self._host, self._scope, self._prompt, self._max_reuse).match
 
     @property
     def snapshot_points(self) -> tuple[int, ...]:
         """Lengths beyond `length`, ascending, where ending a chunk leaves a snapshot that others can use."""
-        return tuple(point for point in self._points if point > self.length)
+        length = self.length
+        return tuple(point for point in self._points if point > length)
+
+    @property
+    def window_scratch(self) -> bool:
+        """Whether windows get no pages for what leaves them within a chunk, as `CacheConfig.window_scratch` says.
+
+        Settable while nothing is held back. A step that reads its own tokens from pages, as a `lax.scan` of decode
+        steps after one `reserve` does, needs it off.
+
+        Raises:
+          ConfigError: on, though the config has no window_scratch.
+          SequenceStateError: pages are held back; resize the capacity to `length` first.
+        """
+        return self._scratch is not None
+
+    @window_scratch.setter
+    def window_scratch(self, on: bool) -> None:
+        if not isinstance(on, bool):
+            raise ConfigError(f"window_scratch must be a bool, got {on!r}")
+        if self.status is Status.CLOSED:
+            raise SequenceStateError(f"window_scratch: {self!r} is closed")
+        if on and self._host.scratch is None:
+            raise ConfigError("window_scratch: the config has no window_scratch, or no window layers")
+        self._take_back()
+        if on != self.window_scratch and self._holds_back(self._num_pages(self._length)):
+            raise SequenceStateError(
+                f"window_scratch: {self!r} holds back window pages up to its capacity; resize to its length first"
+            )
+        self._scratch = self._host.layout.config.window_scratch if on else None
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -107,14 +153,21 @@ class Sequence(Holdings):
             return False
         if self._match is None and not self._start():
             return False
+        self._take_row()
+        return True
+
+    def _take_row(self) -> None:
+        host = self._host
         self.row = host.free_rows.pop()
         host.rows[self.row] = self
+        host.row_changes += 1
         for group in host.layout.attention_groups:
-            self._mark(group.ordinal, 0, self._num_pages(self.capacity))
-        self._reserved = self.length
+            self._mark(group.ordinal, 0, self._num_pages(self._capacity))
+        self._reserved = self._length
         self._set_slot(self._slot)
         self.status = Status.ACTIVE
-        return True
+        if self._committed < len(self._prompt):
+            host.prompting[self] = None
 
     def _too_full(self) -> bool:
         """Whether active sequences and what is held leave too little room in some growing pool (SPEC S43)."""
@@ -132,7 +185,7 @@ class Sequence(Holdings):
     def _start(self) -> bool:
         """The first resume, all or nothing: match, check room, then hold, allocate and plan the copies."""
         tree, page_size = self._host.tree, self._host.layout.page_size
-        hit = tree.match(self._scope, self._prompt, self._max_reuse)
+        hit = find(self._host, self._scope, self._prompt, self._max_reuse)
         length = hit.match.tokens
         whole = length // page_size
         node = source = None  # where the whole pages end; where the partly matched page lies
@@ -158,12 +211,34 @@ class Sequence(Holdings):
             self._slot = self._copied_state(hit.endpoint)
         self._node, self._published = node, whole
         self._partial = self._prompt[whole * page_size : length].copy()
-        self.committed = self.length = self.capacity = length
+        self._committed = self._length = self._capacity = length
         self._match = hit.match
         self._points = self._choose_points(hit.match.raw_tokens)
         if not self._retry:
             self._count_lookup(hit.match)
         return True
+
+    @property
+    def _is_prompting(self) -> bool:
+        """Whether there is more of the prompt to commit."""
+        return self.status is Status.ACTIVE and not self._stopped and self.committed < len(self._prompt)
+
+    def _ahead_with(self, scope: tuple[str, Scope], tokens: np.ndarray, least: int) -> int:
+        """Up to where the prompt that this sequence is computing agrees with `tokens`; 0: not beyond `least`."""
+        prompt, shared = self._prompt, min(len(self._prompt), len(tokens))
+        if shared <= least or prompt[least] != tokens[least] or prompt[0] != tokens[0] or self._scope != scope:
+            return 0
+        differs = prompt[:shared] != tokens[:shared]
+        shared = int(differs.argmax()) if differs.any() else shared
+        return shared if shared > max(least, self.committed) and self._follows_prompt() else 0
+
+    def _follows_prompt(self) -> bool:
+        """Whether what was committed is the prompt's beginning."""
+        parts = [(node.start, node.tokens[: node.size]) for node in path_to(self._node)]
+        end = self._published * self._host.layout.page_size
+        partial = self._host.ledger.partial[self.row, : self.committed - end] if self._entered else self._partial
+        parts.append((end, partial))
+        return all(np.array_equal(tokens, self._prompt[start : start + len(tokens)]) for start, tokens in parts)
 
     def _choose_points(self, raw_tokens: int) -> tuple[int, ...]:
         """Where the tree leaves this prompt, and where this prompt comes again; each cut to a page boundary."""
@@ -204,33 +279,25 @@ class Sequence(Holdings):
         """
         self._require_active("resize")
         capacity = require_int("capacity", capacity, 0)
-        length = self.length if length is None else require_int("length", length, 0)
-        if not self.length <= length <= capacity:
+        length = self._length if length is None else require_int("length", length, 0)
+        if not self._length <= length <= capacity:
             raise ConfigError(
-                f"resize(capacity={capacity}, length={length}): length may only grow from {self.length}, up to capacity"
+                f"resize(capacity={capacity}, length={length}): length may only grow, from {self._length} to capacity"
             )
-        if length > self.length and (self._in_flight or self._slot != NO_SLOT):
-            self._require_prepared("resize", length - self.length)
+        if length > self._length and (self._in_flight or self._slot != NO_SLOT):
+            self._require_prepared("resize", length - self._length)
         layout = self._host.layout
         if capacity > layout.max_length:
             raise OutOfPagesError(f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}")
-        old, new = self._num_pages(self.capacity), self._num_pages(capacity)
-        if new > old or (self._is_lending and capacity > self.length):
-            if not self._grow(old, max(old, new), capacity > self.length):
-                return False
-        if new < old:
-            self._shrink(old, new)
-        self.capacity = capacity
-        if length > self.length:
+        if not self._fit(capacity, length if length > self._length else capacity):
+            return False
+        self._capacity = capacity
+        self._drop_pending(capacity)
+        if length > self._length:
             self._advance_to(length, None)
         return True
 
     # --- steps -------------------------------------------------------------------------------------------------------
-
-    def _put_in_flight(self) -> None:
-        """`prepare` has listed this sequence: a step may be dispatched now."""
-        self._reserved = self.capacity
-        self._in_flight = self._in_flight or self.capacity > self.length
 
     def advance(self, n: int, *, snapshot: bool | None = None) -> None:
         """A dispatched step wrote `n` more tokens whose ids the host may not know yet: length += n.
@@ -246,9 +313,9 @@ class Sequence(Holdings):
         n = require_int("n", n, 0)
         self._require_prepared("advance", n)
         if n == 0:
-            self._in_flight = False
-            return
-        self._advance_to(self.length + n, snapshot)
+            self._forget_step()
+        else:
+            self._advance_to(self._length + n, snapshot)
 
     def commit(self, tokens: Any, *, snapshot: bool | None = None, end: bool = False) -> None:
         """Publishes the ids of the tokens at `committed`..; advances first if they go past `length`.
@@ -265,16 +332,13 @@ class Sequence(Holdings):
             tokens that a step in flight goes on from.
         """
         self._require_active("commit")
-        if self._stopped:
-            raise SequenceStateError(f"commit: {self!r} has stopped committing")
         tokens = as_tokens(tokens)
-        position = self.committed + len(tokens)
-        ahead = position - self.length
-        if ahead > 0:
-            self._require_prepared("commit", ahead)
-        elif snapshot and self._in_flight and position not in self._pending:
+        self._require_committable(len(tokens))
+        position = self._committed + len(tokens)
+        ahead = position - self._length
+        if ahead <= 0 and snapshot and self._in_flight and position not in self._pending:
             raise SequenceStateError(
-                f"commit(snapshot=True) of older tokens, up to {position}: a step from {self.length} on is in flight, "
+                f"commit(snapshot=True) of older tokens, up to {position}: a step from {self._length} on is in flight, "
                 "so the state at that position cannot be kept; ask for it in the advance that reaches it"
             )
         if ahead > 0:
@@ -282,15 +346,60 @@ class Sequence(Holdings):
             snapshot = position in self._points if snapshot is None else snapshot
         if snapshot and not (end and self._can_hand_over(position)):
             self._keep_state(position, True)
+        early = self._host.tree.min_snapshot and not self._pending
         if len(tokens):
-            self.committed = position
-            if self._host.tree.min_snapshot and not self._pending:
+            self._committed = position
+            if early:
                 self._slide()  # what no endpoint to come needs is freed before the tree ever sees it
             self._publish(tokens)
-        self._publish_endpoints()
+        if self._pending:
+            self._publish_endpoints()
+        if self._marks:
+            self._end_marks(0, self._committed)
         if end:
             self._stop()
-        self._slide()
+        if end or not early:
+            self._slide()
+
+    def _require_committable(self, n: int) -> None:
+        """Raises unless `n` more tokens can be committed now."""
+        if self._stopped:
+            raise SequenceStateError(f"commit: {self!r} has stopped committing")
+        ahead = self._committed + n - self._length
+        if ahead > 0:
+            self._require_prepared("commit", ahead)
+
+    def plan_snapshots(self, positions: Iterable[int]) -> np.ndarray:
+        """Slots for the states that the next step leaves on its way, at no extra pass.
+
+        A model that computes states at chunk ends anyway (SSD, chunked delta rule) writes them in the step with
+        `write_state(state, layer, slots=slots, values=...)`, every recurrent layer all of them. The commit that reaches
+        a position publishes its snapshot; a step that ends before it, or does not run, frees it.
+
+        Args:
+          positions: lengths in (length, capacity]; call it between `reserve` and the step.
+
+        Returns:
+          int32[n]: the slot for each position; 0 where none can be had: writes there go nowhere. Without recurrent
+          layers zeros; the positions become resumable all the same.
+
+        Raises:
+          ConfigError: a position out of range.
+          SequenceStateError: not active, or stopped committing.
+        """
+        self._require_active("plan_snapshots")
+        if self._stopped:
+            raise SequenceStateError(f"plan_snapshots: {self!r} has stopped committing")
+        if isinstance(positions, str | bytes) or not isinstance(positions, Iterable):
+            raise ConfigError(f"plan_snapshots: positions must be a sequence of ints, got {positions!r}")
+        wanted = [require_int("positions", position, 0) for position in positions]
+        for position in wanted:
+            if not self._length < position <= self._capacity:
+                raise ConfigError(
+                    f"plan_snapshots: position {position} is not in ({self._length}, {self._capacity}], beyond the "
+                    "length and within the capacity"
+                )
+        return np.array([self._plan_snapshot(position) for position in wanted], np.int32)
 
     def rewind(self, n: int) -> None:
         """Forgets the last `n` uncommitted tokens, in all groups.
@@ -302,54 +411,222 @@ class Sequence(Holdings):
         """
         self._require_active("rewind")
         n = require_int("n", n, 0)
-        length = self.length - n
-        if length < self.committed:
-            raise ConfigError(f"rewind({n}): only {self.length - self.committed} tokens are not committed")
+        length = self._length - n
+        if length < self._committed:
+            raise ConfigError(f"rewind({n}): only {self._length - self._committed} tokens are not committed")
         if self._in_flight:
             raise SequenceStateError(f"rewind({n}): a step is in flight; report it with advance or commit first")
         if n and self._slot != NO_SLOT:
             raise SequenceStateError(
-                f"rewind({n}): a recurrent state cannot be taken back from {self.length} to {length} tokens"
+                f"rewind({n}): a recurrent state cannot be taken back from {self._length} to {length} tokens"
             )
-        for group in self._host.tree.windows:
-            first = group.live_from(length, self._host.layout.page_size)
-            if first < self._live_from[group.ordinal]:
-                raise SequenceStateError(
-                    f"rewind({n}): at length {length} group {group.name!r} needs pages from {first} on, they are kept "
-                    f"from {self._live_from[group.ordinal]} on"
-                )
-        self.length = length
+        self._require_window(f"rewind({n})", length)
+        if n:
+            self._go_back_to(length)
+
+    # --- drafts ------------------------------------------------------------------------------------------------------
+
+    def accept(self, j: int, *, snapshot: bool | None = None) -> None:
+        """The oldest verify step in flight wrote j + 1 tokens that count: its input token and j accepted drafts.
+
+        Without recurrent layers it is `advance(j + 1)`. With them:
+
+        Candidate `j` becomes the live state, without a copy: what that step wrote to the j-th of its current
+        `candidate_slots`. The next verify step may be in flight already.
+
+        Args:
+          j: accepted drafts, at most the config's max_drafts where there are recurrent layers.
+          snapshot: as for `advance`.
+
+        Raises:
+          ConfigError: j out of range.
+          SequenceStateError: not active, more than the last `prepare` had reserved, or, with recurrent layers, no step
+            in flight.
+        """
+        self._require_active("accept")
+        j = require_int("j", j, 0)
+        if self._slot != NO_SLOT and j > self._host.layout.config.max_drafts:
+            raise ConfigError(f"accept({j}): the config's max_drafts is {self._host.layout.config.max_drafts}")
+        self._require_prepared("accept", j + 1, verifies=True)
+        self._adopt(j)
+        self._length += j + 1
+        self._drop_pending(self._length)
+        self._after_advance(snapshot)
+
+    def checkpoint(self) -> Mark | None:
+        """A mark to roll back to: a private copy of the live state in the next plan, before the next step.
+
+        It is good until tokens beyond it are committed, the sequence goes back to before it, or closes.
+
+        Returns:
+          None: no state slot can be had now; nothing changed.
+
+        Raises:
+          SequenceStateError: not active, or a step is in flight.
+        """
+        self._require_active("checkpoint")
+        if self._in_flight:
+            raise SequenceStateError(f"checkpoint: {self!r} has a step in flight; its state is not known yet")
+        pool = self._host.tree.state_pool
+        if pool is not None and not pool.available:
+            return None
+        mark = Mark(self._length, NO_SLOT if pool is None else self._copied_live())
+        self._marks.append(mark)
+        return mark
+
+    def rollback(self, mark: Mark) -> None:
+        """Goes back to where `mark` was made, length and live state, and uses it up. A step in flight is forgotten.
+
+        Raises:
+          ConfigError: not a mark.
+          SequenceStateError: not active, the mark is good no more or another sequence's, or window pages that its
+            length needs are gone. Nothing has changed then.
+        """
+        self._require_active("rollback")
+        if not isinstance(mark, Mark):
+            raise ConfigError(f"rollback takes a mark from checkpoint, got {mark!r}")
+        if mark not in self._marks:
+            raise SequenceStateError(
+                f"rollback: {mark!r} is not one of {self!r}, or good no more: used, committed past, or gone back before"
+            )
+        self._require_window(f"rollback to {mark.position}", mark.position)
+        self._restore(mark)
+        self._land()
+        self._go_back_to(mark.position)
+
+    def fork(self, n: int) -> tuple[Sequence, ...]:
+        """`n` active copies, which go their own ways: samples of one prompt, beams, branches of a search.
+
+        They share what is committed in whole pages and get private copies of the rest: pages behind it, and the live
+        state. Their capacity is `length`. Marks, and snapshots that are not published yet, stay with the original.
+
+        Returns:
+          The copies; (): not enough rows, pages or state slots now, nothing changed.
+
+        Raises:
+          ConfigError: n below 1.
+          SequenceStateError: not active, or a step is in flight.
+        """
+        self._require_active("fork")
+        n = require_int("n", n, 1)
+        if self._in_flight:
+            raise SequenceStateError(f"fork: {self!r} has a step in flight; report it with advance or commit first")
+        if len(self._host.free_rows) < n or not self._can_copy(n):
+            return ()
+        return tuple(self._forked() for _ in range(n))
+
+    def _forked(self) -> Sequence:
+        fork = copy.copy(self)
+        fork.row, fork._marks = None, []
+        fork._become_copy_of(self)
+        fork._take_row()
+        self._host.sequences[fork] = None
+        return fork
+
+    def _require_window(self, operation: str, length: int) -> None:
+        group = self._lacks_window(length)
+        if group is not None:
+            raise SequenceStateError(
+                f"{operation}: at length {length} group {group.name!r} needs pages that are gone, or were held back "
+                f"for a chunk up to {self._capacity}, less max_rewind; nothing has changed"
+            )
+
+    def _go_back_to(self, length: int) -> None:
+        self._length = length
         self._reserved = min(self._reserved, length)  # what is written there next needs a step of its own
         self._drop_pending(length)
+        self._end_marks(length + 1)
 
     def _advance_to(self, length: int, snapshot: bool | None) -> None:
         """The tokens up to `length` are written, whatever their ids."""
         self._move_to(length)
+        self._after_advance(snapshot)
+
+    def _after_advance(self, snapshot: bool | None) -> None:
+        length = self._length
         self._keep_state(length, length in self._points if snapshot is None else snapshot)
         if self._stopped:
             self._slide()
 
     def _move_to(self, length: int) -> None:
-        self.length = length
-        self._in_flight = False
+        self._length = length
+        self._land()
+        self._drop_pending(length)
+
+    def _forget_step(self) -> None:
+        """The last prepared step did not run."""
+        if self._steps_in_flight > 1:
+            self._steps_in_flight -= 1
+            self._current ^= 1
+        else:
+            self._land()
+        self._drop_pending(self._length)
 
     def _require_active(self, operation: str) -> None:
+        if self._entered:
+            self._take_back()
         if self.status is not Status.ACTIVE:
             raise SequenceStateError(f"{operation}: {self!r} is {self.status.value}, not active")
 
-    def _require_prepared(self, operation: str, n: int) -> None:
+    def _require_prepared(self, operation: str, n: int, verifies: bool = False) -> None:
         """A step may write what was reserved at the last prepare; with recurrent layers it reports once."""
-        reserved = min(self._reserved, self.capacity)
-        if self.length + n > reserved:
+        if n and self._steps_in_flight > 1 and not verifies:
             raise SequenceStateError(
-                f"{operation} of {n} tokens at length {self.length}: the last prepare had room up to {reserved}, "
-                f"{max(0, reserved - self.length)} more"
+                f"{operation}: {self!r} was prepared for two verify steps; report them with accept, or with advance(0) "
+                "one that did not run"
+            )
+        reserved = min(self._reserved, self._capacity)
+        if self._length + n > reserved:
+            raise SequenceStateError(
+                f"{operation} of {n} tokens at length {self._length}: the last prepare had room up to {reserved}, "
+                f"{max(0, reserved - self._length)} more"
             )
         if n and self._slot != NO_SLOT and not self._in_flight:
             raise SequenceStateError(
-                f"{operation} of {n} tokens at length {self.length}: with recurrent layers the length moves once per "
+                f"{operation} of {n} tokens at length {self._length}: with recurrent layers the length moves once per "
                 "prepare, and no step is in flight"
             )
+        if n and self._host.scratch is not None:
+            self._require_window(operation, self._length + n)
+
+    # --- the ledger --------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """From now on our row of the ledger has the lengths, until `_take_back`."""
+        host, row, page_size = self._host, self.row, self._host.layout.page_size
+        ledger = host.ledger
+        ledger.committed[row], ledger.length[row] = self._committed, self._length
+        ledger.capacity[row], ledger.reserved[row] = self._capacity, self._reserved
+        ledger.in_flight[row] = self._in_flight
+        ledger.partial[row, : len(self._partial)] = self._partial
+        commit_mark = length_mark = num_pages = -1  # every call is more than arithmetic
+        planned = any(position > self._length for position in self._pending)  # which a shorter step frees
+        if not (self._stopped or planned or host.candidates or (host.scratch and self._holds_back())):
+            num_pages = self._num_pages(self._capacity)
+            length_mark = min(self.snapshot_points, default=NEVER)
+            commit_mark = (self._published + 1) * page_size
+            for group in host.tree.windows:
+                slides_at = (self._live_from[group.ordinal] + 1) * page_size + group.window - 1
+                commit_mark = min(commit_mark, slides_at)
+            if self._marks:
+                commit_mark = min(commit_mark, self._marks[0].position + 1)
+        ledger.commit_mark[row], ledger.length_mark[row], ledger.num_pages[row] = commit_mark, length_mark, num_pages
+        ledger.entered[row] = self._entered = True
+        ledger.count += 1
+
+    def _take_back(self) -> None:
+        """Undoes `_enter`, with what batch verbs have done since."""
+        if not self._entered:
+            return
+        ledger, row = self._host.ledger, self.row
+        self._committed, self._length = int(ledger.committed[row]), int(ledger.length[row])
+        self._capacity, self._reserved = int(ledger.capacity[row]), int(ledger.reserved[row])
+        self._in_flight = bool(ledger.in_flight[row])
+        if not self._stopped:
+            count = self._committed - self._published * self._host.layout.page_size
+            self._partial = ledger.partial[row, :count].copy()
+        ledger.entered[row] = self._entered = False
+        ledger.count -= 1
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -377,9 +654,12 @@ class Sequence(Holdings):
         """Leaves what is committed to the tree and frees the rest. In flight, no state is left. Idempotent."""
         if self.status is Status.CLOSED:
             return
+        self._take_back()
         if self._node is not None:
             if not self._stopped:
                 self._stop(closing=True)
+            if self._marks:
+                self._end_marks(0)
             self._let_go()
         if self.row is not None:
             self._leave_row()
@@ -387,19 +667,36 @@ class Sequence(Holdings):
 
     def _abandon(self) -> None:
         """Closed, without a word to the tree: after `close`, or when the device's contents are lost."""
+        self._take_back()
         self.status = Status.CLOSED
         self.row = None
-        self.capacity = self.length = self.committed
-        self._in_flight = False
+        self._capacity = self._length = self._committed
+        self._land()
         self._host.sequences.pop(self, None)
+        self._host.prompting.pop(self, None)
 
     def _leave_row(self) -> None:
         host, row = self._host, self.row
         host.rows[row] = None
         host.free_rows.append(row)
+        host.row_changes += 1
         for group in host.layout.attention_groups:
-            host.builder.mark(row, group.ordinal, 0, self._num_pages(self.capacity))
+            host.builder.mark(row, group.ordinal, 0, self._num_pages(self._capacity))
         if host.tree.state_pool is not None:
             host.slots[row] = NO_SLOT
             host.builder.slots_changed = True
         self.row = None
+
+
+def find(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int) -> Hit:
+    """The match of `tokens` in the tree, with what active sequences are computing of them."""
+    hit = host.tree.match(scope, tokens, limit)
+    if host.prompting:
+        for seq in [seq for seq in host.prompting if not seq._is_prompting]:
+            del host.prompting[seq]
+        raw = ahead = hit.match.raw_tokens
+        for seq in host.prompting:
+            ahead = max(ahead, seq._ahead_with(scope, tokens, ahead))
+        if ahead > raw:
+            hit.match = dataclasses.replace(hit.match, in_flight=ahead - raw)
+    return hit

@@ -1,9 +1,11 @@
 """CacheState: the bytes of the cache on the device, and how they start.
 
     pools[pool][layer of the pool][buffer]   attention  [pages + 1, page_size, *shape]
-                                             recurrent  [slots + 1, *shape]
+                                             recurrent  [slots + 1 + candidates, *shape]
     page_tables[group]                       int32 [max_sequences, max_pages], 0: no page
-    state_slots["recurrent"]                 int32 [max_sequences], 0: no slot
+    state_slots["recurrent"]                 int32 [max_sequences], the live slots; 0: no slot
+    state_slots["candidates"]                int32 [max_sequences, 2, max_drafts + 1], with max_drafts: the slots of
+                                             the previous verify step and of the current one; 0: no slot
 
 Page 0 and slot 0 of every pool are null: never allocated, and what lies in them is never relied on.
 """
@@ -35,7 +37,8 @@ class CacheState:
     Args:
       pools: per pool, per layer of the pool, buffer name -> array, in storage dtype (`storage_dtype`).
       page_tables: attention group -> int32[max_sequences, max_pages].
-      state_slots: {"recurrent": int32[max_sequences]}, or {} without recurrent layers.
+      state_slots: {"recurrent": int32[max_sequences]}, with max_drafts beside it {"candidates": int32[max_sequences,
+        2, max_drafts + 1]}; {} without recurrent layers.
       layout: the static geometry; part of the pytree's structure, compared by identity.
 
     >>> import jax.numpy as jnp
@@ -56,7 +59,7 @@ class CacheState:
     def __repr__(self) -> str:  # the arrays themselves would print megabytes
         pools = ", ".join(
             f"{p.name}: {p.num_pages} {'slots' if p.recurrent else 'pages'} in {len(p.buffers)} layers, "
-            f"{(p.num_pages + 1) * p.page_bytes / 1e6:.1f} MB"
+            f"{p.num_rows * p.page_bytes / 1e6:.1f} MB"
             for p in self.layout.pools
         )
         return f"CacheState(pools=[{pools}], max_sequences={self.layout.max_sequences})"
@@ -100,17 +103,20 @@ def init_state(layout: Layout, mesh: Mesh | None = None) -> CacheState:
 
     def layer_arrays(pool: int, layer: int) -> dict[str, jax.Array]:
         geometry = layout.pools[pool]
-        lead = (geometry.num_pages + 1,) if geometry.recurrent else (geometry.num_pages + 1, layout.page_size)
+        tokens = () if geometry.recurrent else (layout.page_size,)
         return {
-            name: zeros((*lead, *buffer.shape), storage_dtype(buffer.dtype, platform))
+            name: zeros((geometry.num_rows, *tokens, *buffer.shape), storage_dtype(buffer.dtype, platform))
             for name, buffer in geometry.buffers[layer].items()
         }
 
     int32 = np.dtype(np.int32)
-    table_shape = (layout.max_sequences, layout.max_pages)
+    rows = layout.max_sequences
+    slot_shapes: dict[str, tuple[int, ...]] = {"recurrent": (rows,)} if layout.recurrent_pool else {}
+    if layout.recurrent_pool and layout.config.max_drafts:
+        slot_shapes["candidates"] = (rows, 2, layout.config.max_drafts + 1)
     return CacheState(
         pools=tuple(tuple(layer_arrays(p.ordinal, i) for i in range(len(p.buffers))) for p in layout.pools),
-        page_tables={g.name: zeros(table_shape, int32) for g in layout.attention_groups},
-        state_slots={g.name: zeros((layout.max_sequences,), int32) for g in layout.groups if g.recurrent},
+        page_tables={g.name: zeros((rows, layout.max_pages), int32) for g in layout.attention_groups},
+        state_slots={name: zeros(shape, int32) for name, shape in slot_shapes.items()},
         layout=layout,
     )

@@ -29,11 +29,12 @@ def garbage(array: jax.Array, dtype: Any) -> jax.Array:
 _layouts: dict[str, Layout] = {}
 
 
-def _layout(layers: Mapping[str, Any], rows: int, max_length: int, page_size: int, pages: int) -> Layout:
+def _layout(layers: Mapping[str, Any], rows: int, max_length: int, page_size: int, pages: int, **fields: Any) -> Layout:
     """Equal arguments, the same layout: a layout is compared by identity, and each compiles everything anew."""
-    key = repr((layers, rows, max_length, page_size, pages))
+    key = repr((layers, rows, max_length, page_size, pages, fields))
     if key not in _layouts:
-        _layouts[key] = make_layout(CacheConfig(layers, rows, max_length, page_size, DeviceTier(pages=pages)))
+        config = CacheConfig(layers, rows, max_length, page_size, DeviceTier(pages=pages), **fields)
+        _layouts[key] = make_layout(config)
     return _layouts[key]
 
 
@@ -46,13 +47,15 @@ def make_state(
     page_size: int = 4,
     pages: int = 48,
     seed: int = 0,
+    **fields: Any,
 ) -> CacheState:
     """A state full of garbage in which row i has scattered pages for lengths[i] tokens, and a state slot.
 
     Pages that are stale for a window layer at length live_at[i] are missing (null), as the host half would have it;
-    None: at the length before the row's last token.
+    None: at the length before the row's last token. `fields` are other fields of CacheConfig; with max_drafts each
+    row has scattered candidate slots.
     """
-    layout = _layout(layers, len(lengths), max_length, page_size, pages)
+    layout = _layout(layers, len(lengths), max_length, page_size, pages, **fields)
     live_at = [max(0, length - 1) for length in lengths] if live_at is None else live_at
     state = init_state(layout)
     rng = np.random.default_rng(seed)
@@ -60,7 +63,11 @@ def make_state(
     tables, slots = {}, {}
     for group in layout.groups:
         if group.recurrent:
-            slots[group.name] = np.array([free[group.pool].pop() for _ in lengths], np.int32)
+            slots["recurrent"] = np.array([free[group.pool].pop() for _ in lengths], np.int32)
+            pool = layout.pools[group.pool]
+            if pool.scratch:
+                candidates = 1 + pool.num_pages + rng.permutation(pool.scratch)
+                slots["candidates"] = candidates.reshape(state.state_slots["candidates"].shape).astype(np.int32)
             continue
         tables[group.name] = np.zeros((len(lengths), layout.max_pages), np.int32)
         for row, length in enumerate(lengths):

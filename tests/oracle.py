@@ -11,14 +11,22 @@ All buffers are int32: comparison is exact.
 `World` drives one manager and one state through jkv's public names only. After every device operation it fetches the
 pools and compares every position that every live sequence may read, in every group; after every host operation it
 calls `manager.check()` and checks the sums in `stats()` itself.
+
+A verify step (`Run.draft`) goes on from what the device was told is accepted, and writes the state after each of its
+tokens to a candidate of its own:
+
+    previous   [s@5  s@6  s@7]     the step before; one draft accepted, the device knows: go on from s@6
+    current    [s@7  s@8  s@9]     after the input token, after one draft, after two
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -147,6 +155,7 @@ def join(*parts: Iterable[int] | np.ndarray) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------- the harness
 
+KEPT = 8  # states that a step may leave inside its chunk
 _SHAPES = ({"k": (2,), "v": (1,)}, {"kv": (3,)}, {"kv": (2, 2)}, {"kv": (5,)}, {"kv": (6,)}, {"kv": (7,)})
 
 
@@ -189,7 +198,7 @@ def make_config(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def device_step(state, rows, positions, values, scales, shifts):
-    """What a model does: append K/V, read the state, fold the tokens in, write it."""
+    """What a model does: append K/V, read the state, fold the tokens in, write it. `rows` may be a Ragged."""
     for layer, buffers in values.items():
         state = jkv.append(state, layer, rows, positions, buffers)
     for layer, buffers in scales.items():
@@ -199,14 +208,72 @@ def device_step(state, rows, positions, values, scales, shifts):
     return state
 
 
+@functools.partial(jax.jit, donate_argnames="state")
+def keeping_step(state, rows, positions, values, scales, shifts, slots, kept_scales, kept_shifts):
+    """device_step that also leaves states from inside the chunk, [K, *shape], in `slots`, int32[K]."""
+    old = {layer: jkv.read_state(state, layer, rows) for layer in scales}
+    state = device_step(state, rows, positions, values, scales, shifts)
+    for layer, buffers in kept_scales.items():
+        kept = {name: scale * old[layer][name] + kept_shifts[layer][name] for name, scale in buffers.items()}
+        state = jkv.write_state(state, layer, values=kept, slots=slots)
+    return state
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def verify_step(state, rows, length, accepted, offsets, values, scales, shifts):
+    """A step over an input token and drafts, behind another whose outcome only the device knows.
+
+    Args:
+      length: int32[1], as the host knows it.
+      accepted: int32[1], drafts accepted of the step in flight; -1: none is in flight.
+      offsets: int32[1, T], 0, 1, .. for this step's tokens; -1: padding.
+      values: {layer: {buffer: [1, T, *shape]}}.
+      scales, shifts: {layer: {buffer: [1, T, *shape]}}, which fold in the first token, the first two, ...
+    """
+    first = (length + accepted + 1)[:, None]
+    positions = jnp.where(offsets < 0, -1, first + offsets)
+    for layer, buffers in values.items():
+        state = jkv.append(state, layer, rows, positions, buffers)
+    for layer, buffers in scales.items():
+        previous, current = jkv.candidate_slots(state, layer, rows)
+        start = jnp.take_along_axis(previous, jnp.maximum(accepted, 0)[:, None], axis=1)[:, 0]
+        old = jkv.read_state(state, layer, slots=start)
+        new = {name: scale * old[name][:, None] + shifts[layer][name] for name, scale in buffers.items()}
+        state = jkv.write_state(state, layer, values=new, slots=jnp.where(offsets < 0, 0, current))
+    return state
+
+
 _layouts: dict[jkv.CacheConfig, Any] = {}
 
 
-def shared_step(config: jkv.CacheConfig, state: jkv.CacheState, *args: Any) -> jkv.CacheState:
-    """device_step, compiled once per configuration: a layout is compared by identity, and each manager has its own."""
+def shared_step(config: jkv.CacheConfig, state: jkv.CacheState, *args: Any, step: Any = device_step) -> jkv.CacheState:
+    """`step`, compiled once per configuration: a layout is compared by identity, and each manager has its own."""
     layout = _layouts.setdefault(config, state.layout)
-    done = device_step(dataclasses.replace(state, layout=layout), *args)
+    done = step(dataclasses.replace(state, layout=layout), *args)
     return dataclasses.replace(done, layout=state.layout)
+
+
+@dataclasses.dataclass
+class Verify:
+    """A verify step that was dispatched and not accepted yet.
+
+    Attributes:
+      tokens: the input token and the drafts.
+      slots: the candidates, one per token; empty without recurrent layers.
+      accepted: how many drafts the step dispatched behind it took as accepted; None: there is none.
+    """
+
+    tokens: np.ndarray
+    slots: np.ndarray
+    accepted: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What `checkpoint` returned, and the length that it stands for."""
+
+    mark: Any
+    length: int
 
 
 class Run:
@@ -215,11 +282,20 @@ class Run:
     Attributes:
       held: the tokens at positions [0, length).
       flight: tokens that a dispatched step wrote and that neither commit nor advance reported yet.
+      verifying: verify steps that were dispatched and not accepted yet, oldest first.
+      live: the slot with the state after `held` that the device's table is yet to show, else None.
+      kept: {position: slot}, `plan_snapshots` for the next step.
+      least: the shortest length whose windows are all there; window scratch holds back the pages of shorter ones.
+      next_least: `least` once the step in flight is reported.
     """
 
     def __init__(self, world: World, prompt: np.ndarray, **options: Any):
         self.world, self.prompt = world, np.asarray(prompt, np.int32)
         self.held = self.flight = np.zeros(0, np.int32)
+        self.verifying: list[Verify] = []
+        self.live: int | None = None
+        self.kept: dict[int, int] = {}
+        self.least = self.next_least = 0
         self.started = self.synced = self.ended = False
         self.seq = world.manager.open(prompt, **options)
         self.scope = options.get("scope", jkv.Scope())
@@ -285,9 +361,67 @@ class Run:
 
     def _reported(self, n: int) -> None:
         """n of the tokens in flight count, the others never happened."""
-        self.held, self.flight = join(self.held, self.flight[:n]), self.flight[:0]
+        self.held, self.flight, self.kept = join(self.held, self.flight[:n]), self.flight[:0], {}
+        if n:
+            self.least = max(self.least, self.next_least)
         assert self.seq.length == len(self.held)
         self.world.check()
+
+    def accept(self, j: int, **options: Any) -> None:
+        """j drafts of the oldest verify step count, and its input token."""
+        step = self.verifying[0]
+        assert step.accepted in (None, j), f"a step went on from {step.accepted} accepted drafts, not from {j}"
+        length = self.seq.length
+        self.seq.accept(j, **options)
+        assert self.seq.length == length + j + 1
+        self.verifying.pop(0)
+        self.flight = step.tokens
+        self._reported(j + 1)
+        if self.world.recurrent:
+            self.live = int(step.slots[j])
+
+    def checkpoint(self) -> Mark | None:
+        mark = self.seq.checkpoint()
+        self.world.check()
+        return None if mark is None else Mark(mark, self.seq.length)
+
+    def rollback(self, mark: Mark) -> None:
+        self.seq.rollback(mark.mark)
+        assert self.seq.length == mark.length
+        self.held, self.flight, self.kept = self.held[: mark.length], self.flight[:0], {}
+        self.verifying, self.live, self.synced = [], None, False
+        self.world.check()
+
+    def fork(self, n: int) -> list[Run]:
+        """n copies; an empty list: no room, nothing changed."""
+        before = self.world.picture()
+        copies = self.seq.fork(n)
+        self.world.check()
+        assert isinstance(copies, tuple) and len(copies) in (0, n)
+        if not copies:
+            assert self.world.picture() == before
+        runs = []
+        for seq in copies:
+            assert seq.status == "active" and seq.row is not None
+            assert (seq.committed, seq.length, seq.capacity) == (self.seq.committed, self.seq.length, self.seq.length)
+            run = copy.copy(self)
+            run.seq, run.synced, run.live, run.kept, run.verifying = seq, False, None, {}, []
+            runs.append(run)
+        assert len({run.seq for run in [self, *runs]}) == 1 + len(runs)
+        self.world.runs += runs
+        self.world.check()
+        return runs
+
+    def plan_snapshots(self, positions: Sequence[int]) -> np.ndarray:
+        slots = self.seq.plan_snapshots(positions)
+        self.world.check()
+        assert isinstance(slots, np.ndarray) and slots.dtype == np.int32 and slots.shape == (len(positions),)
+        had = slots[slots > 0]
+        assert (slots >= 0).all() and len(set(had.tolist())) == len(had)
+        if not self.world.recurrent:
+            assert not len(had)
+        self.kept = {int(p): int(slot) for p, slot in zip(positions, slots, strict=True) if slot}
+        return slots
 
     def rewind(self, n: int) -> None:
         self.seq.rewind(n)
@@ -331,6 +465,34 @@ class Run:
         self.flight = join(self.flight, new)
         self.world.write(self, len(self.flight) - len(join(new)))
 
+    def draft(self, new: Iterable[int] | np.ndarray, accepted: int | None = None) -> None:
+        """reserve, prepare and a verify step; `new` is its input token and the drafts. Nothing is reported.
+
+        accepted: beside a verify step in flight, how many of its drafts this one takes as accepted.
+        """
+        behind = sum(len(step.tokens) for step in self.verifying)
+        assert self.reserve(behind + len(join(new))), f"no room: {self.world.manager.stats()}"
+        self.world.prepare(self)
+        self.verify(new, accepted)
+
+    def verify(self, new: Iterable[int] | np.ndarray, accepted: int | None = None) -> None:
+        """The verify step alone; needs `prepare` before, once per step."""
+        new, slots = join(new), np.zeros(0, np.int32)
+        assert (accepted is None) == (not self.verifying)
+        if self.world.recurrent:
+            previous, slots = self.world.candidates[self.seq.row]
+            if accepted is None:
+                assert (previous == self.world.slot(self)).all(), f"{previous} previous, {self.world.slot(self)} live"
+            else:
+                assert previous.tolist() == self.verifying[0].slots.tolist()
+            others = [previous, self.world.slots] + [step.slots for run in self.world.runs for step in run.verifying]
+            assert slots.all() and len(set(slots)) == len(slots) and not set(slots) & set(np.concatenate(others))
+        if accepted is not None:
+            self.verifying[0].accepted = accepted
+        behind = [step.tokens[: step.accepted + 1] for step in self.verifying]
+        self.verifying.append(Verify(new, slots.copy()))
+        self.world.write_verify(self, join(self.held, *behind), new, -1 if accepted is None else accepted)
+
     def prefill(self, parts: Sequence[int] | str | None = None, **options: Any) -> Run:
         """Steps through the rest of the prompt, all at once, in parts, or stopping at seq.snapshot_points ("stops")."""
         rest = self.prompt[self.seq.length :]
@@ -361,7 +523,10 @@ class World:
         self.chunk = chunk or (8 if self.config.max_length <= 64 else 32)
         self.attention = {n: x for n, x in self.config.layers.items() if isinstance(x, jkv.AttentionLayer)}
         self.recurrent = {n: x for n, x in self.config.layers.items() if isinstance(x, jkv.RecurrentLayer)}
+        self.scratch = self.config.window_scratch
+        self.drafts = (self.config.max_drafts or 3) + 1  # tokens of a verify step
         self.last_counts = (0, 0, 0, 0)
+        self.totals = {name: pool.total for name, pool in self.pools().items()}
         self.fetch()
         self.copied: dict[str, list[int]] = {}
         self.check()
@@ -377,13 +542,16 @@ class World:
         }
         self.tables = {group: np.array(table, copy=True) for group, table in self.state.page_tables.items()}
         self.slots = np.array(self.state.state_slots["recurrent"], copy=True) if self.recurrent else None
+        if "candidates" in self.state.state_slots:
+            self.candidates = np.array(self.state.state_slots["candidates"], copy=True)
 
     def table(self, run: Run, group: str) -> np.ndarray:
         """int32[pages up to capacity]: the run's row of the table on the device, as last prepared."""
         return self.tables[group][run.seq.row][: -(-run.seq.capacity // self.page_size)]
 
     def slot(self, run: Run) -> int:
-        return int(self.slots[run.seq.row])
+        """The slot of the state after run.held: the device's table, or what `accept` chose since."""
+        return int(self.slots[run.seq.row]) if run.live is None else run.live
 
     def pools(self) -> dict[str, Any]:
         return self.manager.stats().pools
@@ -392,12 +560,25 @@ class World:
         """PoolStats of the pool that serves `group`."""
         return next(stats for name, stats in self.pools().items() if group in name.split(","))
 
+    def picture(self) -> tuple:
+        """Everything that a refused call must leave as it was; comparable."""
+        lengths = [(r.seq.status, r.seq.row, r.seq.committed, r.seq.length, r.seq.capacity) for r in self.runs]
+        return self.manager.stats(), lengths, self.manager._host.builder.snapshot()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What happens inside leaves the host half as it was."""
+        before = self.picture()
+        yield
+        self.check()
+        assert self.picture() == before
+
     def check(self) -> None:
         """The manager's own integrity check, and the sums that a caller can see."""
         self.manager.check()
         stats = self.manager.stats()
         for name, pool in stats.pools.items():
-            assert pool.free + pool.tree + pool.private == pool.total, f"pool {name}: {pool}"
+            assert pool.free + pool.tree + pool.private == pool.total == self.totals[name], f"pool {name}: {pool}"
             assert 0 <= pool.evictable <= pool.tree, f"pool {name}: {pool}"
         counts = (stats.lookups, stats.hits, stats.looked_up_tokens, stats.reused_tokens)
         assert all(a <= b for a, b in zip(self.last_counts, counts, strict=True)), f"{self.last_counts} -> {counts}"
@@ -425,7 +606,8 @@ class World:
             positions = np.arange(length)
             base = length if run.ended else committed
             if spec.window is not None:
-                positions = positions[(positions < spec.sinks) | (positions >= base + 1 - spec.window)]
+                shortest = max(base, min(run.least, length))
+                positions = positions[(positions < spec.sinks) | (positions >= shortest + 1 - spec.window)]
             pages = row[positions // size]
             assert (pages > 0).all(), (
                 f"{run}: {layer} has no page for positions {positions[pages <= 0]} (committed {committed}): {row}"
@@ -435,14 +617,24 @@ class World:
                 assert not beyond.any(), f"{run}: {layer} has pages beyond capacity {run.seq.capacity}: {row}"
                 if spec.window is not None:
                     # an endpoint inside the partial page keeps its window until the page is published
-                    least = base if run.ended else committed // size * size
-                    stale = row[slice(*stale_pages(least, spec.window, spec.sinks, size))]
+                    kept = base if run.ended else committed // size * size
+                    stale = row[slice(*stale_pages(kept, spec.window, spec.sinks, size))]
                     assert not stale.any(), f"{run}: {layer} still shows stale pages at {base}: {row}"
+                self._verify_room(run, layer, spec, row)
             for buffer, declared in spec.buffers.items():
                 found = self.bytes[layer, buffer][pages, positions % size]
                 wanted = kv_values(hashes[positions], layer, buffer, declared.shape)
                 wrong = (found != wanted).any(axis=tuple(range(1, found.ndim)))
                 assert not wrong.any(), f"{run}: {layer}.{buffer} is wrong at {positions[wrong]}, table {row}"
+
+    def _verify_room(self, run: Run, layer: str, spec: jkv.AttentionLayer, row: np.ndarray) -> None:
+        """Positions up to capacity have pages; with window scratch those that the end of the chunk sees."""
+        room = np.arange(run.seq.length, run.seq.capacity)
+        if spec.window is not None and self.scratch is not None and run.seq.window_scratch:
+            shortest = max(run.seq.length, run.seq.capacity - self.scratch.max_rewind)
+            room = room[(room < spec.sinks) | (room >= shortest + 1 - spec.window)]
+        missing = room[row[room // self.page_size] <= 0]
+        assert not len(missing), f"{run}: {layer} has no page for {missing} of capacity {run.seq.capacity}: {row}"
 
     def _verify_state(self, run: Run) -> None:
         if not self.recurrent:
@@ -500,8 +692,36 @@ class World:
         self.state, rows = self.manager.prepare(self.state, [run.seq for run in runs])
         assert isinstance(rows, np.ndarray) and rows.dtype == np.int32
         assert rows.tolist() == [run.seq.row for run in runs]
+        self._prepared(runs, before)
+        return rows
+
+    def prepare_ragged(
+        self, runs: Sequence[Run], counts: Sequence[int], *, pad_tokens: Any = 16, pad_sequences: Any = 4
+    ) -> jkv.Ragged:
+        """`prepare` for a flat step of counts[i] tokens of runs[i]; checks every entry of the batch."""
+        before, seqs = self.bytes, [run.seq for run in runs]
+        self.state, batch = self.manager.prepare_ragged(
+            self.state, seqs, counts, pad_tokens=pad_tokens, pad_sequences=pad_sequences
+        )
+        for array in (batch.rows, batch.positions, batch.cu_q_lens, batch.kv_lens, batch.num_seqs):
+            assert isinstance(array, np.ndarray) and array.dtype == np.int32
+        n, total, (width,), (length,) = len(runs), sum(counts), batch.rows.shape, batch.positions.shape
+        assert batch.num_seqs.tolist() == [n]
+        assert batch.rows.tolist() == [run.seq.row for run in runs] + [-1] * (width - n)
+        positions = [p for run, k in zip(runs, counts, strict=True) for p in range(run.seq.length, run.seq.length + k)]
+        assert batch.positions.tolist() == positions + [-1] * (length - total)
+        assert batch.cu_q_lens.tolist() == [0, *np.cumsum(counts).tolist()][: n + 1] + [total] * (width - n)
+        ends = [run.seq.length + k for run, k in zip(runs, counts, strict=True)]
+        assert batch.kv_lens.tolist() == ends + [0] * (width - n)
+        self._prepared(runs, before)
+        return batch
+
+    def _prepared(self, runs: Iterable[Run], before: dict[tuple[str, str], np.ndarray]) -> None:
         self.check()
         self.fetch()
+        for run in runs:
+            scratch = self.scratch is not None and run.seq.window_scratch
+            run.next_least = run.seq.capacity - self.scratch.max_rewind if scratch else 0
         self.copied = {}
         for (layer, buffer), old in before.items():
             changed = np.flatnonzero((old != self.bytes[layer, buffer]).any(axis=tuple(range(1, old.ndim))))
@@ -510,8 +730,10 @@ class World:
         for run in self.runs:
             if run.seq.status == "active":
                 run.synced = True
+                shown = self.slots[run.seq.row] if run.live is not None else None
+                assert run.ended or shown == run.live, f"{run}: slot {shown} is live, the accepted one is {run.live}"
+                run.live = None
         self.verify(prepared=True)
-        return rows
 
     def flush(self) -> dict[str, list[int]]:
         """Applies what is pending and puts nothing in flight; returns what that changed."""
@@ -521,29 +743,112 @@ class World:
     def write(self, run: Run, skip: int = 0) -> None:
         """The device step of run.flight[skip:], in chunks of one static shape, padded with position -1."""
         hashes = prefix_hashes(run.written)[len(run.held) + skip :]
-        new = run.flight[skip:]
+        new, rows = run.flight[skip:], np.array([run.seq.row], np.int32)
         for at in range(0, len(new), self.chunk):
-            part, part_hashes = new[at : at + self.chunk], hashes[at : at + self.chunk]
-            n = len(part)
+            part, n = new[at : at + self.chunk], len(new[at : at + self.chunk])
+            first = len(run.held) + skip + at
             positions = np.full((1, self.chunk), -1, np.int32)
-            positions[0, :n] = len(run.held) + skip + at + np.arange(n)
-            values, scales, shifts = {}, {}, {}
-            for layer, spec in self.attention.items():
-                values[layer] = {}
-                for buffer, declared in spec.buffers.items():
-                    padded = np.full((1, self.chunk, *declared.shape), -7, np.int32)
-                    padded[0, :n] = kv_values(part_hashes, layer, buffer, declared.shape)
-                    values[layer][buffer] = padded
-            for layer, spec in self.recurrent.items():
-                scales[layer], shifts[layer] = {}, {}
-                for buffer, declared in spec.buffers.items():
-                    scale, shift = fold(part, layer, buffer, int(np.prod(declared.shape)))
-                    scales[layer][buffer] = scale.reshape(1, *declared.shape)
-                    shifts[layer][buffer] = shift.reshape(1, *declared.shape)
-            rows = np.array([run.seq.row], np.int32)
-            self.state = shared_step(self.config, self.state, rows, positions, values, scales, shifts)
+            positions[0, :n] = first + np.arange(n)
+            values = self.values((1, self.chunk), (0, slice(n)), hashes[at : at + n])
+            args = (rows, positions, values, *self.folds((1,), [part]))
+            if run.kept:
+                inside = {p: slot for p, slot in run.kept.items() if first < p <= first + n}
+                slots = np.zeros(KEPT, np.int32)
+                slots[: len(inside)] = list(inside.values())
+                kept = self.folds((KEPT,), [part[: p - first] for p in inside])
+                self.state = shared_step(self.config, self.state, *args, slots, *kept, step=keeping_step)
+            else:
+                self.state = shared_step(self.config, self.state, *args)
         self.fetch()
         self.verify()
+
+    def write_ragged(self, batch: jkv.Ragged, runs: Sequence[Run], news: Sequence[np.ndarray]) -> None:
+        """One device step of all runs' new tokens, back to back."""
+        parts = [join(new) for new in news]
+        for run, new in zip(runs, parts, strict=True):
+            run.flight = new
+        hashes = [prefix_hashes(run.written)[len(run.held) :] for run in runs]
+        total = sum(map(len, parts))
+        values = self.values(batch.positions.shape, (slice(total),), np.concatenate(hashes))
+        args = (batch, batch.positions, values, *self.folds(batch.rows.shape, parts))
+        self.state = shared_step(self.config, self.state, *args)
+        self.fetch()
+        self.verify()
+
+    def write_verify(self, run: Run, before: np.ndarray, new: np.ndarray, accepted: int) -> None:
+        """The verify step of `new` behind the tokens `before`; `accepted` is known to the device alone."""
+        width, n = self.drafts, len(new)
+        offsets = np.full((1, width), -1, np.int32)
+        offsets[0, :n] = np.arange(n)
+        values = self.values((1, width), (0, slice(n)), prefix_hashes(join(before, new))[len(before) :])
+        scales, shifts = self.folds((1, width), [new[: i + 1] for i in range(n)])
+        rows, length = np.array([run.seq.row], np.int32), np.array([run.seq.length], np.int32)
+        accepted = jnp.array([accepted], jnp.int32)
+        self.state = shared_step(
+            self.config, self.state, rows, length, accepted, offsets, values, scales, shifts, step=verify_step
+        )
+        self.fetch()
+        self.verify()
+
+    def values(self, lead: tuple[int, ...], places: tuple, hashes: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+        """What attention layers hold where the prefix hashes are `hashes`, at `places` of arrays [*lead, *shape]."""
+        values: dict[str, dict[str, np.ndarray]] = {}
+        for layer, spec in self.attention.items():
+            values[layer] = {}
+            for buffer, declared in spec.buffers.items():
+                padded = np.full((*lead, *declared.shape), -7, np.int32)
+                padded[places] = kv_values(hashes, layer, buffer, declared.shape)
+                values[layer][buffer] = padded
+        return values
+
+    def folds(self, lead: tuple[int, ...], parts: Sequence[np.ndarray]) -> tuple[dict, dict]:
+        """(scales, shifts) that fold parts[i] into a state, at flat place i of arrays [*lead, *shape]."""
+        scales: dict[str, dict[str, np.ndarray]] = {}
+        shifts: dict[str, dict[str, np.ndarray]] = {}
+        for layer, spec in self.recurrent.items():
+            scales[layer], shifts[layer] = {}, {}
+            for buffer, declared in spec.buffers.items():
+                size = int(np.prod(declared.shape))
+                both = np.full((2, int(np.prod(lead)), size), -7, np.int32)
+                for i, part in enumerate(parts):
+                    both[:, i] = fold(part, layer, buffer, size)
+                scales[layer][buffer], shifts[layer][buffer] = both.reshape(2, *lead, *declared.shape)
+        return scales, shifts
+
+    # -- batches
+
+    def reserve(self, runs: Sequence[Run], counts: Any) -> int:
+        """manager.reserve: the number of leading runs that got room."""
+        each = np.broadcast_to(counts, len(runs)).tolist()
+        before = [(run.seq.length, run.seq.capacity) for run in runs]
+        done = self.manager.reserve([run.seq for run in runs], counts)
+        self.check()
+        assert 0 <= done <= len(runs)
+        for i, (run, n, (length, capacity)) in enumerate(zip(runs, each, before, strict=True)):
+            assert (run.seq.length, run.seq.capacity) == (length, length + n if i < done else capacity)
+        return done
+
+    def advance(self, runs: Sequence[Run], counts: Any = None) -> None:
+        """manager.advance; by default of all that is in flight."""
+        counts = [len(run.flight) for run in runs] if counts is None else counts
+        lengths = [run.seq.length for run in runs]
+        self.manager.advance([run.seq for run in runs], counts)
+        for run, n, length in zip(runs, np.broadcast_to(counts, len(runs)).tolist(), lengths, strict=True):
+            assert run.seq.length == length + n
+            run._reported(n)
+
+    def commit(self, runs: Sequence[Run], lengths: Any = None) -> None:
+        """manager.commit; by default of all that was written."""
+        lengths = [len(run.written) - run.seq.committed for run in runs] if lengths is None else lengths
+        each = np.broadcast_to(lengths, len(runs)).tolist()
+        before = [(run.seq.committed, run.seq.length) for run in runs]
+        ids = [run.written[c : c + n] for run, n, (c, _) in zip(runs, each, before, strict=True)]
+        self.manager.commit([run.seq for run in runs], join(*ids), lengths)
+        for run, n, (committed, length) in zip(runs, each, before, strict=True):
+            assert (run.seq.committed, run.seq.length) == (committed + n, max(length, committed + n))
+            if run.seq.length > length:
+                run._reported(run.seq.length - length)
+        self.check()
 
     def probe(self, prompt: Iterable[int] | np.ndarray, **options: Any):
         """manager.probe with the cap lifted; checks that it changes nothing."""
@@ -551,6 +856,7 @@ class World:
         match = self.manager.probe(join(prompt), **{"max_reuse": len(join(prompt)), **options})
         assert self.manager.stats() == before
         assert 0 <= match.tokens <= match.attention_tokens <= match.raw_tokens <= len(join(prompt)), match
+        assert 0 <= match.in_flight <= len(join(prompt)) - match.raw_tokens, match
         return match
 
     def hit(self, prompt: Iterable[int] | np.ndarray, **options: Any) -> int:

@@ -19,14 +19,14 @@ from jkv.state import CacheState
 NONE = np.array(0, np.int32)
 
 
-def hybrid_state(dtype=jnp.float32, rows=4, pages=96, max_length=64) -> CacheState:
+def hybrid_state(dtype=jnp.float32, rows=4, pages=96, max_length=64, **fields) -> CacheState:
     layers = {
         "full.0": AttentionLayer(kv_buffers(1, 2, dtype)),
         "full.1": AttentionLayer(kv_buffers(1, 2, dtype, fused=False)),
         "local": AttentionLayer(kv_buffers(1, 2, dtype), window=8),
         "ssm": RecurrentLayer({"h": Buffer((3,), dtype)}),
     }
-    return make_state(layers, [0] * rows, pages=pages, max_length=max_length)
+    return make_state(layers, [0] * rows, pages=pages, max_length=max_length, **fields)
 
 
 def numbered(state: CacheState) -> CacheState:
@@ -59,7 +59,7 @@ def copies(state: CacheState, *pairs: list[tuple[int, int]], size: int = 64) -> 
 
 def plan(**fields) -> Plan:
     arrays = [fields.pop("moves")] if "moves" in fields else fields.pop("all_moves", [])
-    defaults = {"entries": None, "num_entries": NONE, "tables": None, "slots": None}
+    defaults = {"entries": None, "num_entries": NONE, "tables": None, "slots": None, "candidates": None}
     return Plan(**{**defaults, **fields}, copies=tuple(a for a, _ in arrays), num_copies=tuple(n for _, n in arrays))
 
 
@@ -179,9 +179,33 @@ def test_whole_tables_and_slots_replace_what_was_there():
     assert after.pools is state.pools
 
 
+@pytest.mark.parametrize("fields", [("slots",), ("candidates",), ("slots", "candidates")], ids="+".join)
+def test_slots_and_candidates_replace_each_its_own_table(fields):
+    state = hybrid_state(max_drafts=1)
+    before = dict(state.state_slots)
+    new = {"slots": np.array([4, 3, 2, 1], np.int32), "candidates": np.arange(97, 113, dtype=np.int32).reshape(4, 2, 2)}
+    after = apply(state, plan(**{field: new[field] for field in fields}))
+    for field, name in (("slots", "recurrent"), ("candidates", "candidates")):
+        if field in fields:
+            np.testing.assert_array_equal(after.state_slots[name], new[field])
+            assert before[name].is_deleted() and after.state_slots[name].committed
+        else:
+            assert after.state_slots[name] is before[name]
+    assert after.pools is state.pools and after.page_tables is state.page_tables
+
+
+def test_copies_reach_candidate_slots():
+    state = numbered(hybrid_state(pages=12, max_drafts=1))
+    pairs = [], [], [(28, 3), (2, 27)]  # slots 13..28 are candidates
+    before = contents(state)
+    after = apply(state, plan(moves=copies(state, *pairs)))
+    assert len(before[2]) == 29
+    assert contents(after) == [carried_out(p, m) for p, m in zip(before, pairs, strict=True)]
+
+
 def test_nothing_compiles_in_steady_state():
     """Every kind of plan, with the user's donated step in between: the second round compiles nothing."""
-    state = numbered(hybrid_state())
+    state = numbered(hybrid_state(max_drafts=1))
     step = jax.jit(lambda state: jax.tree.map(lambda a: a + 0, state), donate_argnums=0)
 
     def kinds():
@@ -190,7 +214,7 @@ def test_nothing_compiles_in_steady_state():
         yield plan(**entries((0, 0, 5)))
         yield plan(**entries((0, 0, 5), size=1024))
         yield plan(tables={"full": table, "window:8": table.copy()}, slots=slots)
-        yield plan(moves=moves, slots=slots)
+        yield plan(moves=moves, slots=slots, candidates=np.ones((4, 2, 2), np.int32))
         yield plan(moves=moves, **entries((0, 0, 5)))
         yield plan(moves=moves, **entries((0, 0, 5), size=1024))
         yield plan(all_moves=[moves, moves])

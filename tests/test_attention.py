@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 
 import chex
@@ -13,9 +15,10 @@ from device import FLOAT_DTYPES, compilations, make_state, random_values, with_t
 
 import jkv.attention
 from jkv.attention import append_attend, attend
-from jkv.config import AttentionLayer, Buffer, RecurrentLayer, kv_buffers
+from jkv.config import AttentionLayer, Buffer, RecurrentLayer, kv_buffers, latent_buffers
 from jkv.errors import ConfigError
-from jkv.ops import append, table_for
+from jkv.ops import append, gather, table_for
+from jkv.ragged import make_ragged
 
 
 def oracle(
@@ -60,6 +63,7 @@ def oracle(
 # Most of a test's time is XLA's: compiled for these calls without optimisation.
 _jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 _append = _jit(append, static_argnames="layer")
+_gather = _jit(gather, static_argnames=("layer", "length"))
 _attend = _jit(attend, static_argnames=("layer", "scale", "softcap"))
 
 
@@ -77,23 +81,29 @@ class Case:
     """
 
     def __init__(
-        self, starts, counts, *, heads=4, kv_heads=2, dim=8, dtype=jnp.float32, q_dtype=jnp.float32, fused=True,
-        window=None, sinks=0, page_size=4, max_length=64, pages=96, align="left",
+        self, starts, counts, *, heads=4, kv_heads=2, dim=8, dtype=jnp.float32, q_dtype=jnp.float32, kind="fused",
+        scales=None, window=None, sinks=0, page_size=4, max_length=64, pages=96, align="left",
     ):  # fmt: skip
         rng = self.rng = np.random.default_rng(0)
-        self.window, self.sinks, self.fused = window, sinks, fused
-        layer = AttentionLayer(kv_buffers(kv_heads, dim, dtype, fused), window, sinks)
+        self.window, self.sinks, self.kind = window, sinks, kind
+        if kind == "latent":
+            kv_heads, buffers = 1, latent_buffers(dim - 3, 3, dtype)
+        else:
+            buffers = kv_buffers(kv_heads, dim, dtype, kind == "fused", scales)
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         self.state = make_state(
-            {"a": layer}, lengths, live_at=starts, max_length=max_length, page_size=page_size, pages=pages
-        )
+            {"a": AttentionLayer(buffers, window, sinks)},
+            lengths, live_at=starts, max_length=max_length, page_size=page_size, pages=pages,
+        )  # fmt: skip
         self.rows = np.arange(len(starts), dtype=np.int32)
         self.positions = np.full((len(starts), max(counts)), -1, np.int32)
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             at = 0 if align == "left" else max(counts) - count
             self.positions[row, at : at + count] = np.arange(start, start + count)
-        shape = (len(starts), max(lengths), kv_heads, dim)
-        self.k, self.v = random_values(rng, shape, dtype), random_values(rng, shape, dtype)
+        shape, given = (len(starts), max(lengths), kv_heads, dim), dtype if scales is None else jnp.float32
+        self.k, self.v = random_values(rng, shape, given), random_values(rng, shape, given)
+        if kind == "latent":
+            self.v = self.k[..., : dim - 3]
         self.q = random_values(rng, (*self.positions.shape, heads, dim), q_dtype)
         everywhere = np.arange(max(lengths), dtype=np.int32)
         self.old = np.where(everywhere < np.array(starts)[:, None], everywhere, -1).astype(np.int32)
@@ -102,8 +112,10 @@ class Case:
         self.values = self.buffers(np.asarray(self.k)[own], np.asarray(self.v)[own])
 
     def buffers(self, k, v):
-        if not self.fused:
+        if self.kind == "split":
             return {"k": jnp.asarray(k), "v": jnp.asarray(v)}
+        if self.kind == "latent":
+            return {"latent": jnp.asarray(k)[:, :, 0]}
         kv = np.stack([np.asarray(k), np.asarray(v)], axis=3)
         return {"kv": jnp.asarray(kv.reshape(*k.shape[:2], -1, k.shape[-1]))}
 
@@ -119,33 +131,88 @@ class Case:
     def check(self, *outs, tolerance=2e-5, **options):
         expected = self.expected(**options)
         for out in outs:
-            assert out.shape == self.q.shape and out.dtype == self.q.dtype
+            assert out.shape == expected.shape and out.dtype == self.q.dtype
             np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=tolerance, rtol=0)
 
     def check_both_ways(self, tolerance=2e-5, **options):
         from_values, from_pages, _ = _both_ways(self.state, self.rows, self.positions, self.q, self.values, **options)
         self.check(from_values, from_pages, tolerance=tolerance, **options)
 
+    def shortened(self, counts):
+        """The same with only the first counts[b] tokens of row b in the step."""
+        part = copy.copy(self)
+        part.positions = np.where(np.arange(self.positions.shape[1]) < np.array(counts)[:, None], self.positions, -1)
+        return part
+
+    def ragged(self, pad_tokens=None, pad_sequences=None, order=None):
+        return RaggedCase(self, pad_tokens, pad_sequences, order)
+
+
+class RaggedCase:
+    """The step of a Case as a Ragged, its sequences in `order`; garbage where there is padding."""
+
+    def __init__(self, case, pad_tokens, pad_sequences, order):
+        self.case = case
+        order = np.arange(len(case.rows)) if order is None else np.array(order, np.int64)
+        self.at = np.array([(row, t) for row in order for t in np.flatnonzero(case.positions[row] >= 0)], np.int64)
+        self.at = self.at.reshape(-1, 2)
+        counts = (case.positions[order] >= 0).sum(axis=1)
+        starts = np.where(case.positions[order] >= 0, case.positions[order], 10**6).min(axis=1, initial=10**6)
+        self.tokens = len(self.at) if pad_tokens is None else pad_tokens
+        sequences = len(order) if pad_sequences is None else pad_sequences
+        self.batch = make_ragged(case.rows[order], starts, counts, self.tokens, sequences)
+        self.q = self.flat(case.q)
+        self.values = {name: self.flat(array) for name, array in case.values.items()}
+
+    def flat(self, array):
+        """[B, T, ...] of the case -> [pad_tokens, ...]."""
+        out = np.full((self.tokens, *array.shape[2:]), np.nan, array.dtype)
+        out[: len(self.at)] = np.asarray(array)[tuple(self.at.T)]
+        return jnp.asarray(out)
+
+    def flat_mask(self, mask):
+        """bool[B, T, T] of the case -> bool[pad_tokens, pad_tokens]; anything between different sequences."""
+        out = self.case.rng.random((self.tokens, self.tokens)) < 0.5
+        (rows, columns), n = self.at.T, len(self.at)
+        own = mask[rows[:, None], columns[:, None], columns]
+        out[:n, :n] = np.where(rows[:, None] == rows, own, out[:n, :n])
+        return out
+
+    def both_ways(self, **options):
+        if "mask" in options:
+            options["mask"] = self.flat_mask(options["mask"])
+        return _both_ways(self.case.state, self.batch, self.batch.positions, self.q, self.values, **options)
+
+    def check(self, *outs, expected=None, tolerance=2e-5, **options):
+        expected = self.case.expected(**options) if expected is None else np.asarray(expected, np.float64)
+        for out in outs:
+            assert out.shape == (self.tokens, *expected.shape[2:]) and out.dtype == self.q.dtype
+            own = np.asarray(out, np.float64)[: len(self.at)]
+            np.testing.assert_allclose(own, expected[tuple(self.at.T)], atol=tolerance, rtol=0)
+            assert not np.asarray(out)[len(self.at) :].any()
+
+    def check_both_ways(self, tolerance=2e-5, **options):
+        self.check(*self.both_ways(**options)[:2], tolerance=tolerance, **options)
+
 
 LAYERS = {"full": {}, "window": {"window": 6}, "window+sinks": {"window": 6, "sinks": 5}}
 DECODE, CHUNK = ([20, 3, 0, 9], [1, 1, 1, 1]), ([20, 3, 0, 9], [5, 6, 3, 1])
+KINDS = [*((layer, kind) for layer in LAYERS for kind in ("fused", "split")), ("window+sinks", "latent")]
 by_name = {"ids": lambda value: "+".join(value) if isinstance(value, dict) else np.dtype(value).name}
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_decode_equals_the_oracle(layer, fused):
-    Case(*DECODE, fused=fused, **LAYERS[layer]).check_both_ways()
+@pytest.mark.parametrize(("layer", "kind"), KINDS)
+def test_decode_equals_the_oracle(layer, kind):
+    Case(*DECODE, kind=kind, **LAYERS[layer]).check_both_ways()
 
 
 def test_decode_of_a_single_row_equals_the_oracle():
     Case([20], [1]).check_both_ways()
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_chunk_of_a_prompt_equals_the_oracle(layer, fused):
-    Case(*CHUNK, fused=fused, **LAYERS[layer]).check_both_ways()
+@pytest.mark.parametrize(("layer", "kind"), KINDS)
+def test_chunk_of_a_prompt_equals_the_oracle(layer, kind):
+    Case(*CHUNK, kind=kind, **LAYERS[layer]).check_both_ways()
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, **by_name)
@@ -230,6 +297,183 @@ def test_mask_over_several_tiles():
     case.check_both_ways(mask=case.rng.random((2, 300, 300)) < 0.5)
 
 
+# ---- ragged batches -----------------------------------------------------------------------------------------
+
+MIXED = [20, 3, 0, 9, 30], [1, 5, 3, 1, 60]  # decodes, drafts, a short prompt and a chunk: tiles of every size
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_s59_a_ragged_step_equals_the_oracle_and_the_padded_one(layer):
+    case = Case(*MIXED, max_length=96, **LAYERS[layer])
+    padded = _both_ways(case.state, case.rows, case.positions, case.q, case.values)[0]
+    case.check(padded)
+    for order in ([0, 1, 2, 3, 4], [4, 2, 1, 0, 3], [3, 4]):  # one compiled step for them all
+        ragged = case.ragged(80, 7, order)
+        outs = ragged.both_ways()[:2]
+        ragged.check(*outs)
+        ragged.check(*outs, expected=padded, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["split", "latent"])
+def test_ragged_with_other_buffers(kind):
+    Case(*MIXED, kind=kind, max_length=96, **LAYERS["window+sinks"]).ragged(80, 7).check_both_ways()
+
+
+def test_ragged_batches_of_the_smallest_kinds():
+    case = Case([20, 3, 0], [1, 1, 1], window=6, sinks=5)
+    case.ragged().check_both_ways()  # decodes alone, no padding
+    case.ragged(order=[1]).check_both_ways()  # one token, one sequence
+    case.ragged(4, 3, order=[2]).check_both_ways()
+    case.ragged(4, 3, order=[]).check_both_ways()  # none at all: num_seqs is 0
+    case = Case([20], [2])
+    case.ragged().check_both_ways()
+    out = attend(case.state, "a", make_ragged(*np.zeros((3, 0), np.int32), 0, 0), np.zeros(0, np.int32), case.q[0, :0])
+    assert out.shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "layer", [{}, {"window": 100, "sinks": 20}, {"window": 9}], ids=["full", "window+sinks", "small window"]
+)
+def test_ragged_sequences_of_several_tiles_and_blocks(layer):
+    """Lengths at the edges of the tile sizes: 1 | 2 .. 48 | 49 .."""
+    long = {"heads": 2, "kv_heads": 1, "page_size": 16, "max_length": 1024, "pages": 200}
+    counts = [1, 300, 2, 8, 48, 49, 128, 129]
+    case = Case([400, 0, 500, 37, 200, 3, 0, 260], counts, **long, **layer)
+    case.ragged(sum(counts) + 30, 10).check_both_ways()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "q_dtype", "tolerance"),
+    [*((dtype, jnp.float32, 2e-5) for dtype in FLOAT_DTYPES[1:]), (jnp.bfloat16, jnp.bfloat16, 0.03)],
+    ids=["bfloat16", "float16", "float8", "bfloat16 queries"],
+)
+def test_ragged_in_every_dtype(dtype, q_dtype, tolerance):
+    Case([20, 3, 0], [1, 3, 2], dtype=dtype, q_dtype=q_dtype).ragged(8, 4).check_both_ways(tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.3, "softcap": 1.5}, {"sink_logits": np.array([0.5, -1.0, 3.0, -np.inf], np.float32)}], **by_name
+)  # fmt: skip
+def test_ragged_with_scale_softcap_and_sink_logits(options):
+    Case([20, 0, 9], [3, 2, 1], **LAYERS["window+sinks"]).ragged(8, 4).check_both_ways(**options)
+
+
+@pytest.mark.parametrize("layer", ["full", "window+sinks"])
+def test_a_ragged_mask_replaces_causality_among_own_tokens(layer):
+    """A draft tree, a bidirectional block and anything at all, one per sequence; noise between sequences."""
+    case = Case([20, 3, 0, 9], [5, 4, 3, 1], **LAYERS[layer])
+    own = np.stack([TREE, np.ones((5, 5), bool), case.rng.random((5, 5)) < 0.5, np.eye(5, dtype=bool)])
+    case.ragged(16, 5).check_both_ways(mask=own)
+    case.ragged(16, 5, [3, 1, 0]).check_both_ways(mask=own)
+
+
+def test_a_ragged_mask_over_several_tiles():
+    case = Case([40, 20, 0], [150, 1, 140], heads=1, kv_heads=1, page_size=16, max_length=512, window=120)
+    case.ragged(300, 4).check_both_ways(mask=case.rng.random((3, 150, 150)) < 0.5)
+
+
+def test_ragged_counts_may_change_without_a_compilation():
+    case = Case([20, 3, 0, 9], [7, 7, 7, 7])
+    step = jax.jit(lambda state, batch, q, values: append_attend(state, "a", batch, batch.positions, q, values))
+    with compilations() as compiled:
+        for counts in ([1, 1, 0, 0], [1, 7, 1, 7], [0, 0, 0, 0], [0, 0, 7, 0]):
+            part = case.shortened(counts)
+            ragged = part.ragged(16, 4, order=np.flatnonzero(counts))
+            q, values = jax.tree.map(np.asarray, (ragged.q, ragged.values))
+            ragged.check(step(case.state, ragged.batch, q, values)[0])
+    assert len(compiled) == 1
+
+
+# ---- quantised K and V --------------------------------------------------------------------------------------
+
+
+def stored(case):
+    """The case with K and V as they are stored: what its integers stand for."""
+    state, length = case.appended(), case.k.shape[1]
+    values = _gather(state, "a", case.rows, length)
+    wide = {name: np.asarray(array).astype(np.float64) for name, array in values.items()}
+    plain = {name: array * wide[name + "_scale"][..., None] for name, array in wide.items() if name in ("kv", "k", "v")}
+    exact = copy.copy(case)
+    exact.k, exact.v = (plain["kv"][:, :, i::2] for i in (0, 1)) if "kv" in plain else (plain["k"], plain["v"])
+    return exact
+
+
+SCALED = [(jnp.int8, jnp.float32, 0.015), (jnp.int8, jnp.bfloat16, 0.015), (jnp.float8_e4m3fn, jnp.float16, 0.06)]
+
+
+@pytest.mark.parametrize("kind", ["fused", "split"])
+@pytest.mark.parametrize(
+    ("dtype", "scales", "error"), SCALED, ids=["int8, float32", "int8, bfloat16", "float8, float16"]
+)
+def test_scaled_kv_is_read_as_stored_and_near_to_float32(dtype, scales, error, kind):
+    case = Case([20, 3, 0, 9], [5, 2, 1, 1], dtype=dtype, scales=scales, kind=kind)
+    from_values, from_pages, _ = _both_ways(case.state, case.rows, case.positions, case.q, case.values)
+    stored(case).check(from_values, from_pages)
+    case.check(from_values, tolerance=error)
+
+
+def test_scaled_kv_in_ragged_windows():
+    case = Case(*MIXED, max_length=96, dtype=jnp.int8, scales=jnp.float32, **LAYERS["window+sinks"])
+    ragged = case.ragged(80, 7)
+    ragged.check(*ragged.both_ways()[:2], expected=stored(case).expected())
+
+
+def test_scaled_kv_with_narrow_queries():
+    case = Case([20, 3], [3, 1], dtype=jnp.int8, scales=jnp.bfloat16, q_dtype=jnp.bfloat16)
+    case.check_both_ways(tolerance=0.04)
+
+
+def test_a_chunk_may_be_given_quantised():
+    case = Case([20, 3], [3, 1], dtype=jnp.int8, scales=jnp.float32)
+    quantised = {name: array[:, -3:] for name, array in _gather(case.appended(), "a", case.rows, 23).items()}
+    case = case.shortened([3, 0])  # whose own tokens are those at 20, 21, 22
+    np.testing.assert_array_equal(*(case.attend(case.state, chunk=chunk) for chunk in (quantised, case.values)))
+
+
+@pytest.mark.parametrize("kind", ["fused", "split"])
+def test_f31_nan_of_scales_never_leaks(kind):
+    """make_state fills the scales of null and foreign pages with NaN, the integers with 127."""
+    case = Case([20, 6, 9], [1, 1, 1], dtype=jnp.int8, scales=jnp.float32, kind=kind)
+    expected = stored(case).expected()
+    values = jax.tree.map(lambda a: a.at[1].set(jnp.nan), case.values)
+    for out in _both_ways(case.state, case.rows, case.positions, case.q, values)[:2]:
+        np.testing.assert_allclose(np.asarray(out)[[0, 2]], expected[[0, 2]], atol=2e-5)
+        assert np.isnan(out[1]).all()  # and a NaN of one's own is not hidden
+
+
+# ---- layers without ordinary arrays of their own ------------------------------------------------------------
+
+
+def test_a_layer_that_shares_anothers_kv_reads_it():
+    layers = {"a": AttentionLayer(kv_buffers(2, 8, jnp.float32), window=6), "b": AttentionLayer(shares="a")}
+    case = Case([20, 3], [2, 1], window=6)
+    state = make_state(layers, [22, 4], live_at=[20, 3])
+    state = _append(state, "a", case.rows, case.old, case.buffers(case.k, case.v))
+    case.check(_attend(state, "b", case.rows, case.positions, case.q, chunk=case.values))
+    state = _append(state, "a", case.rows, case.positions, case.values)
+    case.check(_attend(state, "b", case.rows, case.positions, case.q))
+    ragged = case.ragged(5, 3)
+    ragged.check(_attend(state, "b", ragged.batch, ragged.batch.positions, ragged.q))
+    with pytest.raises(ConfigError, match="'b' reads the KV of 'a'"):
+        append_attend(state, "b", case.rows, case.positions, case.q, case.values)
+
+
+def test_a_page_size_of_a_buffers_own_changes_nothing():
+    case = Case([20, 3], [2, 1])
+    layer = AttentionLayer({"kv": Buffer((4, 8), jnp.float32, page_size=2)})
+    case.state = make_state({"a": layer}, [22, 4], live_at=[20, 3])
+    case.state = _append(case.state, "a", case.rows, case.old, case.buffers(case.k, case.v))
+    case.check_both_ways()
+
+
+def test_a_latents_values_are_its_first_elements_in_every_dtype():
+    case = Case([20, 3], [2, 1], kind="latent", heads=20, dtype=jnp.float8_e4m3fn)
+    assert case.expected().shape == (2, 2, 20, 5)
+    case.check_both_ways(scale=0.2)
+    Case([20, 3], [2, 1], kind="latent", dtype=jnp.bfloat16).ragged(5, 3).check_both_ways()
+
+
 # ---- what is not there --------------------------------------------------------------------------------------
 
 
@@ -276,6 +520,21 @@ def test_append_attend_without_pages_for_own_tokens():
     chex.assert_trees_all_equal(*(jax.tree.map(np.nan_to_num, jax.device_get(s.pools)) for s in (state, after)))
 
 
+@pytest.mark.parametrize("layer", ["window", "window+sinks"])
+def test_tokens_that_leave_the_window_within_a_chunk_need_no_pages(layer):
+    """Window scratch: pages for the sinks, for the window before the chunk and for the one after it, none between."""
+    case = Case([20, 0, 9], [30, 40, 1], **LAYERS[layer])
+    group = case.state.layout.groups[0]
+    table = np.asarray(case.state.page_tables[group.name]).copy()
+    for row, (start, count) in enumerate(((20, 30), (0, 40), (9, 1))):
+        table[row, max(-(-start // 4), group.sink_pages(4)) : max(0, start + count - 5) // 4] = 0
+    assert (table == 0).sum() > (np.asarray(case.state.page_tables[group.name]) == 0).sum() + 10
+    case.state = with_table(case.state, group.name, table)
+    case.check(_both_ways(case.state, case.rows, case.positions, case.q, case.values)[0])
+    ragged = case.ragged(80, 4)
+    ragged.check(ragged.both_ways()[0])
+
+
 @pytest.mark.parametrize(
     ("layer", "dtype"), [*(("full", dtype) for dtype in FLOAT_DTYPES), ("window+sinks", jnp.float32)],
     ids=lambda v: v if isinstance(v, str) else np.dtype(v).name,
@@ -296,6 +555,19 @@ def test_f31_nan_anywhere_else_never_leaks(layer, dtype):
         out = np.asarray(case.attend(state, **options))
         np.testing.assert_allclose(out[[0, 2]], expected[[0, 2]], atol=1e-6)
         assert np.isnan(out[1]).all()  # and a NaN of one's own is not hidden
+
+
+def test_f31_nan_of_another_ragged_sequence_never_leaks():
+    """Also where a tile reaches beyond its sequence, into queries and own keys that are NaN."""
+    case = Case([20, 6, 9, 0], [3, 2, 60, 1], max_length=96)
+    case.q = case.q.at[1].set(jnp.nan)
+    case.values = jax.tree.map(lambda a: a.at[1].set(jnp.nan), case.values)
+    expected = case.expected()
+    ragged = case.ragged(80, 6)
+    for out in ragged.both_ways()[:2]:
+        out, others = np.asarray(out)[: len(ragged.at)], ragged.at[:, 0] != 1
+        np.testing.assert_allclose(out[others], expected[tuple(ragged.at[others].T)], atol=2e-5)
+        assert np.isnan(out[~others]).all()
 
 
 # ---- inside a decode loop -----------------------------------------------------------------------------------
@@ -344,6 +616,23 @@ def test_eager_equals_jit():
 # ---- cost ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], **by_name)
+def test_no_temporary_of_a_ragged_step_is_of_the_pools_size(dtype):
+    buffers = kv_buffers(2, 64, dtype, scales=jnp.bfloat16 if dtype == jnp.int8 else None)
+    state = make_state({"a": AttentionLayer(buffers)}, [64] * 4, page_size=16, pages=4096)
+    batch = make_ragged(np.arange(3, dtype=np.int32), np.array([63, 0, 7]), np.array([1, 60, 3]), 64, 4)
+    given = jnp.float32 if dtype == jnp.int8 else dtype
+    q, values = jnp.zeros((64, 4, 64), given), {"kv": jnp.zeros((64, 4, 64), given)}
+
+    def step(state, batch, q, values):
+        return append_attend(state, "a", batch, batch.positions, q, values)
+
+    memory = jax.jit(step, donate_argnums=0).lower(state, batch, q, values).compile().memory_analysis()
+    pool_bytes = sum(array.nbytes for array in state.pools[0][0].values())
+    assert memory.temp_size_in_bytes < pool_bytes / 4
+    assert memory.alias_size_in_bytes >= pool_bytes
+
+
 @pytest.mark.parametrize(
     ("dtype", "batch"),
     [*((dtype, 4) for dtype in FLOAT_DTYPES), (jnp.float32, 1), (jnp.bfloat16, 1)],
@@ -367,24 +656,23 @@ def test_no_temporary_is_of_the_pools_size(dtype, batch):
     assert memory.alias_size_in_bytes >= pool_bytes
 
 
-def count_blocks(state, positions):
-    """Blocks of keys that one call folds, counted on the device by a callback."""
+def count_blocks(state, rows, positions):
+    """How many blocks of keys one call folds, by tile size; counted on the device by a callback."""
     folds = []
-    original = jkv.attention._Reference._fold
+    original = jkv.attention._TileLoop._fold
 
-    def counted(self, softmax, *args):
-        jax.debug.callback(lambda: folds.append(1))
-        return original(self, softmax, *args)
+    def counted(self, *args):
+        jax.debug.callback(lambda tile=self.tile: folds.append(tile))
+        return original(self, *args)
 
     q = jnp.zeros((*positions.shape, 2, 4))
-    jkv.attention._Reference._fold = counted
+    jkv.attention._TileLoop._fold = counted
     try:
-        rows = np.arange(len(positions), dtype=np.int32)
         jax.block_until_ready(_jit(lambda state, *args: attend(state, "a", *args))(state, rows, positions, q))
         jax.effects_barrier()
     finally:
-        jkv.attention._Reference._fold = original
-    return len(folds)
+        jkv.attention._TileLoop._fold = original
+    return collections.Counter(folds)
 
 
 def test_work_follows_what_the_batch_can_see():
@@ -392,11 +680,23 @@ def test_work_follows_what_the_batch_can_see():
     layer = {"a": AttentionLayer(kv_buffers(2, 4, jnp.float32))}
     lengths = [4096] + [64] * 15
     state = make_state(layer, lengths, max_length=8192, page_size=64, pages=128)
-    positions = np.array(lengths, np.int32)[:, None] - 1
-    assert count_blocks(state, positions) == 4096 // 256 + 15
-    assert count_blocks(state, np.full((16, 1), -1, np.int32)) == 0
+    rows, positions = np.arange(16, dtype=np.int32), np.array(lengths, np.int32)[:, None] - 1
+    assert count_blocks(state, rows, positions) == {1: 4096 // 256 + 15}
+    assert count_blocks(state, rows, np.full((16, 1), -1, np.int32)) == {}
     window = {"a": AttentionLayer(kv_buffers(2, 4, jnp.float32), window=128, sinks=4)}
-    assert count_blocks(make_state(window, [4096], max_length=8192, page_size=64), np.array([[4095]], np.int32)) == 1
+    state = make_state(window, [4096], max_length=8192, page_size=64)
+    assert count_blocks(state, rows[:1], np.array([[4095]], np.int32)) == {1: 1}
+
+
+@pytest.mark.parametrize(("max_length", "pad_tokens", "pad_sequences"), [(1024, 272, 16), (65_536, 600, 40)])
+def test_a_decode_does_not_pay_for_a_prompts_tiles(max_length, pad_tokens, pad_sequences):
+    """Nor any sequence for padding and max_length: 14 decodes, five drafts and a chunk of 250 in one step."""
+    layer = {"a": AttentionLayer(kv_buffers(2, 4, jnp.float32))}
+    starts, counts = np.array([600] * 14 + [5, 512]), np.array([1] * 14 + [5, 250])
+    state = make_state(layer, starts + counts, max_length=max_length, page_size=64, pages=200)
+    batch = make_ragged(np.arange(16, dtype=np.int32), starts, counts, pad_tokens, pad_sequences)
+    # keys in blocks of 256: 3 for each decode, 1 for the drafts; 512 + 128 and 512 + 250 take 3 each
+    assert count_blocks(state, batch, batch.positions) == {1: 14 * 3, 8: 1, 128: 2 * 3}
 
 
 # ---- errors -------------------------------------------------------------------------------------------------
@@ -409,6 +709,7 @@ def bad_calls():
             "a": AttentionLayer(kv_buffers(2, 8, jnp.float32)),
             "int8": AttentionLayer(kv_buffers(2, 8, jnp.int8)),
             "latent": AttentionLayer({"latent": Buffer((24,), jnp.float32)}),
+            "scales": AttentionLayer({**kv_buffers(2, 8, jnp.int8), "kv_scale": Buffer((2,), jnp.float32)}),
             "ssm": RecurrentLayer({"h": Buffer((3,), jnp.float32)}),
         },
         [8, 8],
@@ -418,11 +719,21 @@ def bad_calls():
     def call(layer="a", positions=positions, q=q, **options):
         return lambda: attend(state, layer, rows, positions, q, **options)
 
+    batch = make_ragged(np.array([1, 0]), np.array([4, 5]), np.array([2, 1]), 3, 2)
+
+    def ragged(positions=batch.positions, q=None, **options):
+        return lambda: attend(state, "a", batch, positions, jnp.zeros((3, 4, 8)) if q is None else q, **options)
+
     return {
         "unknown layer": (call("b"), "unknown layer 'b'"),
         "recurrent": (call("ssm"), "attend: layer 'ssm' is recurrent"),
         "int8": (call("int8"), r"'int8' has kv: int8\[4, 8\].*pool\(\.\.\.\) and table_for\(\.\.\.\)"),
         "latent": (call("latent"), r"'latent' has latent: float32\[24\].*pool\(\.\.\.\) and table_for"),
+        "scales of another shape": (call("scales"), r"'scales' has kv: int8.* kv_scale: float32\[2\].*table_for"),
+        "q of a Ragged": (ragged(q=q), r"q must be \[3, H, 8\] for layer 'a', got \[1, 2, 4, 8\]"),
+        "positions of a Ragged": (ragged(positions=positions), r"positions must be int32\[T\]"),
+        "mask of a Ragged": (ragged(mask=jnp.ones((2, 3, 3), bool)), r"mask must be bool\[3, 3\], got bool\[2, 3, 3\]"),
+        "chunk of a Ragged": (ragged(chunk={"kv": q}), r"chunk\['kv'\] must be float32\[3, 4, 8\]"),
         "heads": (call(q=jnp.zeros((1, 2, 3, 8))), "q has 3 heads, not a multiple of the 2 KV heads of layer 'a'"),
         "head dim": (call(q=jnp.zeros((1, 2, 4, 16))), r"q must be \[1, 2, H, 8\] for layer 'a', got \[1, 2, 4, 16\]"),
         "rank of q": (call(q=jnp.zeros((2, 4, 8))), r"q must be \[1, 2, H, 8\]"),

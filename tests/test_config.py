@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.config import as_tokens
+from jkv.config import as_tokens, scale_names
 
 KV = jkv.kv_buffers(1, 4)
 ATTENTION = jkv.AttentionLayer(KV)
@@ -27,6 +27,38 @@ def test_kv_buffers_fused_and_split():
     assert {name: buffer.shape for name, buffer in fused.items()} == {"kv": (4, 16)}
     assert {name: buffer.shape for name, buffer in split.items()} == {"k": (2, 16), "v": (2, 16)}
     assert fused["kv"].dtype == jnp.bfloat16 and split["v"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("scales", [True, jnp.float32, jnp.bfloat16, "float16"])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_scales_are_one_number_per_token_and_head(dtype, scales):
+    fused, split = (jkv.kv_buffers(2, 16, dtype, fused=fused, scales=scales) for fused in (True, False))
+    assert {name: buffer.shape for name, buffer in fused.items()} == {"kv": (4, 16), "kv_scale": (4,)}
+    assert {name: buffer.shape for name, buffer in split.items()} == {
+        "k": (2, 16), "v": (2, 16), "k_scale": (2,), "v_scale": (2,),
+    }  # fmt: skip
+    assert split["v_scale"].dtype == (jnp.float32 if scales is True else scales) and split["v"].dtype == dtype
+    assert scale_names(fused) == {"kv": "kv_scale"} and scale_names(split) == {"k": "k_scale", "v": "v_scale"}
+
+
+def test_no_scales_unless_they_fit_what_they_scale():
+    assert jkv.kv_buffers(2, 16, jnp.int8, scales=False) == jkv.kv_buffers(2, 16, jnp.int8)
+    kv, scale = jkv.Buffer((4, 16), jnp.int8), jkv.Buffer((4,), jnp.float32)
+    assert scale_names({"kv": kv, "kv_scale": scale, "flag": jkv.Buffer((), jnp.int8)}) == {"kv": "kv_scale"}
+    for other in (
+        {"kv": kv},
+        {"kv": kv, "kv_scale": jkv.Buffer((2,), jnp.float32)},
+        {"kv": kv, "kv_scale": jkv.Buffer((4,), jnp.int32)},
+        {"kv": jkv.Buffer((4, 16)), "kv_scale": scale},
+        {"flag": jkv.Buffer((), jnp.int8), "flag_scale": jkv.Buffer((), jnp.float32)},
+    ):
+        assert scale_names(other) == {}
+
+
+def test_latent_buffers_say_how_much_of_the_latent_is_its_value():
+    (latent,) = jkv.latent_buffers(512, 64).values()
+    assert (latent.shape, latent.dtype, latent.value_dim, latent.nbytes) == ((576,), jnp.bfloat16, 512, 2 * 576)
+    assert jkv.latent_buffers(8, 0, jnp.float32)["latent"] == jkv.Buffer((8,), jnp.float32, value_dim=8)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +111,7 @@ def test_the_defaults():
     made = config()
     assert (made.page_size, made.partial_reuse, made.reuse_backoff, made.model) == (16, True, 0, "")
     assert made.max_utilization_for_resume == 0.97
+    assert made.window_scratch is None and made.max_drafts == 0 and jkv.WindowScratch().max_rewind == 0
 
 
 @pytest.mark.parametrize(("layers", "expected"), [({"a": ATTENTION}, False), ({"a": ATTENTION, "s": STATE}, True)])
@@ -93,9 +126,22 @@ def test_one_tier_needs_no_tuple():
     assert config(tiers=tier).tiers == config(tiers=[tier]).tiers == (tier,)
 
 
-def test_a_buffer_may_repeat_the_caches_page_size():
-    layer = jkv.AttentionLayer({"kv": jkv.Buffer((2,), page_size=8)})
+@pytest.mark.parametrize("page_size", [None, 1, 2, 4, 8])
+def test_a_buffers_page_size_divides_the_caches(page_size):
+    layer = jkv.AttentionLayer({"kv": jkv.Buffer((2,), page_size=page_size)})
     assert config(layers={"a": layer}, page_size=8).page_size == 8
+
+
+def test_a_layer_that_shares_is_filled_in_with_what_it_reads():
+    window = jkv.AttentionLayer(KV, window=8, sinks=2)
+    made = config(layers={"b": jkv.AttentionLayer(shares="a"), "a": window, "c": jkv.AttentionLayer(shares="a")})
+    for name in "bc":
+        layer = made.layers[name]
+        assert (layer.buffers, layer.window, layer.sinks, layer.shares) == (window.buffers, 8, 2, "a")
+        assert layer.group == "window:8+2"
+    assert list(made.layers) == ["b", "a", "c"] and made.layers["a"] is window
+    again = dataclasses.replace(made, page_size=8)
+    assert again.layers["b"] == made.layers["b"]
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -142,11 +188,62 @@ WRONG = {
     "partial_reuse": (lambda: config(partial_reuse="no"), "CacheConfig.partial_reuse", "no"),
     "min_snapshot": (lambda: config(min_snapshot=2), "CacheConfig.min_snapshot", 2),
     "model": (lambda: config(model=3), "CacheConfig.model", 3),
-    "two page sizes": (
-        lambda: config(layers={"a": jkv.AttentionLayer({"kv": jkv.Buffer((2,), page_size=8)})}),
-        "layers['a'].buffers['kv'].page_size",
+    "another page size": (
+        lambda: config(layers={"a": jkv.AttentionLayer({"kv": jkv.Buffer((2,), page_size=6)})}),
+        "layers['a'].buffers['kv'].page_size is 6",
+        "page_size, 16",
+    ),
+    "a larger page size": (
+        lambda: config(layers={"a": jkv.AttentionLayer({"kv": jkv.Buffer((2,), page_size=32)})}),
+        "layers['a'].buffers['kv'].page_size is 32",
+        "page_size, 16",
+    ),
+    "page_size of a state": (
+        lambda: jkv.RecurrentLayer({"h": jkv.Buffer((4,), page_size=8)}),
+        "RecurrentLayer.buffers['h'].page_size",
         8,
     ),
+    "value_dim of a state": (
+        lambda: jkv.RecurrentLayer({"h": jkv.Buffer((4,), value_dim=2)}),
+        "RecurrentLayer.buffers['h'].value_dim",
+        2,
+    ),
+    "value_dim 0": (lambda: jkv.Buffer((4,), value_dim=0), "Buffer.value_dim", 0),
+    "value_dim 5 of 4": (lambda: jkv.Buffer((4,), value_dim=5), "Buffer.value_dim=5", "(4,)"),
+    "value_dim of heads": (lambda: jkv.Buffer((2, 4), value_dim=2), "Buffer.value_dim=2", "(2, 4)"),
+    "rank": (lambda: jkv.latent_buffers(0, 4), "rank", 0),
+    "rope_dim": (lambda: jkv.latent_buffers(4, -1), "rope_dim", -1),
+    "scales of bfloat16": (lambda: jkv.kv_buffers(1, 4, scales=True), "scales=True", "bfloat16"),
+    "scales in int8": (lambda: jkv.kv_buffers(1, 4, jnp.int8, scales=np.int8), "scales=", "int8"),
+    "scales in float64": (lambda: jkv.kv_buffers(1, 4, jnp.int8, scales=np.float64), "dtype", "float64"),
+    "neither buffers nor shares": (lambda: jkv.AttentionLayer(), "AttentionLayer.buffers", None),
+    "shares 3": (lambda: jkv.AttentionLayer(shares=3), "AttentionLayer.shares", 3),
+    "shares and buffers": (lambda: jkv.AttentionLayer(KV, shares="a"), "AttentionLayer.shares='a'", "buffers"),
+    "shares and window": (lambda: jkv.AttentionLayer(shares="a", window=8), "AttentionLayer.shares='a'", "window=8"),
+    "shares and sinks": (lambda: jkv.AttentionLayer(shares="a", sinks=3), "AttentionLayer.shares='a'", "sinks=3"),
+    "shares an unknown layer": (
+        lambda: config(layers={"a": ATTENTION, "b": jkv.AttentionLayer(shares="x")}),
+        "layers['b'].shares='x'",
+        "a, b",
+    ),
+    "shares a recurrent layer": (
+        lambda: config(layers={"s": STATE, "b": jkv.AttentionLayer(shares="s")}),
+        "layers['b'].shares='s'",
+        "recurrent",
+    ),
+    "shares one that shares": (
+        lambda: config(
+            layers={"a": ATTENTION, "b": jkv.AttentionLayer(shares="a"), "c": jkv.AttentionLayer(shares="b")}
+        ),
+        "layers['c'].shares='b'",
+        "'a'",
+    ),
+    "shares itself": (lambda: config(layers={"b": jkv.AttentionLayer(shares="b")}), "layers['b'].shares='b'", "no KV"),
+    "window_scratch True": (lambda: config(window_scratch=True), "CacheConfig.window_scratch", True),
+    "max_rewind -1": (lambda: jkv.WindowScratch(-1), "WindowScratch.max_rewind", -1),
+    "max_rewind 1.5": (lambda: jkv.WindowScratch(1.5), "WindowScratch.max_rewind", 1.5),
+    "max_drafts -1": (lambda: config(max_drafts=-1), "CacheConfig.max_drafts", -1),
+    "max_drafts True": (lambda: config(max_drafts=True), "CacheConfig.max_drafts", True),
 }
 
 

@@ -171,3 +171,91 @@ def test_scale_and_softcap_are_numbers(argument):
     state = jkv.CacheManager(config).init()
     with pytest.raises(jkv.ConfigError, match=next(iter(argument))):
         jkv.attend(state, "a", np.array([0]), np.array([[0]]), np.ones((1, 1, 1, 4), np.float32), **argument)
+
+
+@pytest.mark.parametrize("report", ["advance", "advance 0", "commit", "reserve"])
+def test_a_batch_verb_frees_planned_snapshots_that_the_step_does_not_reach(report):
+    """The slot stayed pending, and the commit that reached its position published what no step had written."""
+    w = World("full recurrent", max_length=64, pages=32)
+    t = tokens(40)
+    run = w.start(t[:5], max_reuse=0).prefill(snapshot=False)
+    assert run.reserve(8)
+    run.seq.plan_snapshots([9])
+    if report == "reserve":
+        assert w.manager.reserve([run.seq], 1) == 1
+    else:
+        w.prepare(run)
+        if report == "advance 0":
+            w.manager.advance([run.seq], 0)
+        else:
+            run.write(t[5:7])
+            if report == "advance":
+                w.advance([run], [2])
+            else:
+                w.commit([run], [2])
+    run.step(t[len(run.held) : 14], snapshot=False)
+    assert w.hit(join(t[:9], fresh(3))) == 0
+
+
+@pytest.mark.parametrize(
+    "counts", [2**63 - 1, 10**30, [2**63 - 1] * 2, np.full(2, 2**64 - 1, np.uint64), [[1], [1, 2]]]
+)
+def test_counts_beyond_int32_are_refused(counts):
+    """They wrapped around, down to lengths below 0 and a crash in NumPy."""
+    w = World("full", max_length=64, pages=32)
+    runs = [w.start(tokens(5, key), max_reuse=0).prefill() for key in "ab"]
+    seqs = [run.seq for run in runs]
+    with w.unchanged():
+        for call in (w.manager.reserve, w.manager.advance, lambda s, n: w.manager.commit(s, [7], n)):
+            with pytest.raises(jkv.ConfigError):
+                call(seqs, counts)
+        with pytest.raises(jkv.ConfigError):
+            w.manager.prepare_ragged(w.state, seqs, counts, pad_tokens=8, pad_sequences=2)
+
+
+def test_a_length_that_something_else_wrote_has_its_window_with_scratch():
+    """Only the window of the capacity had pages."""
+    w = World("full window:8", max_length=128, pages=64, window_scratch=jkv.WindowScratch(0))
+    run = w.start()
+    assert run.seq.resize(64, length=32)
+    w.manager.check()
+    assert run.seq.length == 32
+
+
+def test_what_is_not_a_sequence_is_refused_after_a_batch_of_one():
+    """Comparing it with the last batch raised NumPy's error."""
+    w = World("full", pages=32)
+    w.prepare(w.start(tokens(5)))
+    with pytest.raises(jkv.ConfigError, match="ndarray"):
+        w.manager.prepare(w.state, [np.zeros(2)])
+
+
+def test_window_scratch_is_a_bool():
+    w = World("full window:8", pages=64, window_scratch=jkv.WindowScratch(0))
+    run = w.start()
+    with pytest.raises(jkv.ConfigError, match="off"):
+        run.seq.window_scratch = "off"
+    run.close()
+    with pytest.raises(jkv.SequenceStateError, match="closed"):
+        run.seq.window_scratch = False
+
+
+def test_a_tail_that_gets_copies_gets_only_what_its_endpoint_needs():
+    """A window of one needs no history: its page had no use, and was neither freed nor queued."""
+    w = World(
+        "full window:1 window:8", max_length=64, min_snapshot=True, pages={"full": 64, "window:1": 40, "window:8": 6}
+    )
+    t = tokens(6)
+    b, a = w.start(t, max_reuse=0), w.start(t, max_reuse=0)
+    b.prefill(snapshot=True)
+    a.prefill()
+    a.commit(end=True)
+    a.close()
+    b.dispatch(fresh())
+    b.advance()
+    c = w.start(tokens(8, "c"))
+    for n in (8, 12, 16):
+        c.reserve(n)
+    c.close()
+    b.stop_committing()
+    w.flush()

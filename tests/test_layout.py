@@ -1,5 +1,6 @@
 """From layers to groups, pools and page counts; and what a budget in bytes comes to."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -62,6 +63,15 @@ def test_where_a_layer_lies():
     assert jkv.pool(state, "b", "kv").shape == (9, 4, 2, 8)
 
 
+def test_a_layer_that_shares_lies_where_its_target_lies_and_takes_nothing():
+    layers = {"b": jkv.AttentionLayer(shares="a"), "a": attention(window=8), "g": attention(dim=8)}
+    made, alone = layout(layers), layout({"a": attention(window=8), "g": attention(dim=8)})
+    assert made.places["b"] == dataclasses.replace(made.places["a"], shares="a") and made.places["a"].shares is None
+    assert [group.layers for group in made.groups] == [("g",), ("a",)]
+    assert made.pools == alone.pools
+    assert jkv.pool(init_state(made), "b", "kv").shape == (9, 4, 2, 4)
+
+
 def test_an_unknown_layer_is_named_beside_the_known_ones():
     with pytest.raises(jkv.ConfigError, match=r"'x'.*alpha, beta"):
         layout({"alpha": attention(), "beta": recurrent()}).place("x")
@@ -105,6 +115,22 @@ def test_what_keeps_pools_apart(other):
     assert [len(pool.groups) for pool in made.pools] == [1, 1]
 
 
+@pytest.mark.parametrize(("field", "value"), [("page_size", 2), ("value_dim", 4)])
+def test_page_size_and_value_dim_keep_pools_apart(field, value):
+    plain = {"kv": jkv.Buffer((8,))}
+    other = {"kv": jkv.Buffer((8,), **{field: value})}
+    groups = [
+        [pool.groups for pool in layout({"g": jkv.AttentionLayer(a), "l": jkv.AttentionLayer(b, window=8)}).pools]
+        for a, b in ((plain, other), (other, other))
+    ]
+    assert groups == [[("full",), ("window:8",)], [("full", "window:8")]]
+
+
+def test_saying_the_caches_page_size_changes_nothing():
+    said = jkv.AttentionLayer({"kv": jkv.Buffer((8,), page_size=4)}, window=8)
+    assert len(layout({"g": jkv.AttentionLayer({"kv": jkv.Buffer((8,))}), "l": said}).pools) == 1
+
+
 def test_shared_pools_compare_layer_by_layer():
     a, b = attention(dim=2), attention(dim=6)
     wa, wb = attention(dim=2, window=8), attention(dim=6, window=8)
@@ -129,6 +155,25 @@ def test_fewer_slots_than_sequences():
     with pytest.raises(jkv.ConfigError, match=r"2 .*max_sequences=3.*at least 3"):
         layout({"s": recurrent()}, 2)
     assert layout({"s": recurrent()}, 3).pools[0].num_pages == 3
+
+
+@pytest.mark.parametrize("max_drafts", [0, 1, 4])
+def test_candidate_slots_lie_behind_the_usable_ones(max_drafts):
+    made = layout({"g": attention(), "s": recurrent()}, {"full": 8, "recurrent": 5}, max_drafts=max_drafts)
+    full, slots = made.pools
+    candidates = 3 * 2 * (max_drafts + 1) if max_drafts else 0  # 3 sequences, two steps
+    assert (full.scratch, full.num_rows) == (0, 9)
+    assert (slots.num_pages, slots.scratch, slots.num_rows) == (5, candidates, 6 + candidates)
+    assert jkv.pool(init_state(made), "s", "ssm").shape == (6 + candidates, 8)
+
+
+def test_candidate_slots_count_for_int32():
+    with pytest.raises(jkv.ConfigError, match=r"2147483640 slots and 12 candidates"):
+        layout({"s": recurrent()}, 2**31 - 8, max_drafts=1)
+
+
+def test_without_recurrent_layers_max_drafts_takes_nothing():
+    assert layout({"g": attention()}, max_drafts=3).pools == layout({"g": attention()}).pools
 
 
 @pytest.mark.parametrize("tier", [{"full": 2**31 // 4}, {"full": 2**31 - 1}])
@@ -239,6 +284,49 @@ def test_every_pool_serves_the_same_number_of_sequences(model, factor):
         served.append((spare / need, (spare + 1) / need))
     assert max(low for low, _ in served) < min(high for _, high in served), "a page more or less, no more"
     assert budget - used < sum(pool.page_bytes for pool in made.pools), "less than a page of each is left over"
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.3])
+def test_candidate_slots_are_part_of_the_fixed_cost(factor):
+    layers = MODELS["hybrid"]
+    plain, drafts = config(layers), config(layers, max_drafts=2)
+    candidates = 3 * 2 * 3 * make_layout(plain).recurrent_pool.page_bytes
+    least = least_bytes(layers) + candidates
+    with pytest.raises(jkv.ConfigError, match=f"a live state and 6 candidates for each.*at least {least} bytes"):
+        make_layout(dataclasses.replace(drafts, tiers=(jkv.DeviceTier(bytes=least - 1),)))
+    budget = int(least * factor)
+    made = make_layout(dataclasses.replace(drafts, tiers=(jkv.DeviceTier(bytes=budget),)))
+    without = make_layout(dataclasses.replace(plain, tiers=(jkv.DeviceTier(bytes=budget - candidates),)))
+    assert [pool.num_pages for pool in made.pools] == [pool.num_pages for pool in without.pools]
+    assert least_bytes(layers) <= device_bytes(made) <= budget
+
+
+# P=4, max_length 30: 8 pages. Two windows' worth, and what a rewind may need: 2 * (ceil((W - 1 + rewind) / 4) + 1)
+@pytest.mark.parametrize(
+    ("window", "sinks", "max_rewind", "pages"),
+    [(1, 0, 0, 2), (4, 0, 0, 4), (5, 0, 0, 4), (6, 0, 0, 6), (4, 0, 2, 6), (4, 3, 0, 5), (4, 5, 0, 6), (16, 0, 0, 8)],
+)
+def test_with_window_scratch_a_window_needs_pages_for_its_own_length(window, sinks, max_rewind, pages):
+    layers = {"g": attention(), "l": attention(dim=8, window=window, sinks=sinks)}
+    scratch = jkv.WindowScratch(max_rewind)
+    with pytest.raises(jkv.ConfigError) as raised:
+        layout(layers, jkv.DeviceTier(bytes=1), window_scratch=scratch)
+    least = int(re.search(r"at least (\d+)", str(raised.value))[1])
+    made = layout(layers, jkv.DeviceTier(bytes=least), window_scratch=scratch)
+    assert [pool.num_pages for pool in made.pools] == [8, pages]
+    assert least == sum((1 + need) * pool.page_bytes for need, pool in zip((8, pages), made.pools, strict=True))
+    assert reserves_max_length_in_one_chunk(config(layers, jkv.DeviceTier(bytes=least), window_scratch=scratch))
+    budget = sum((1 + 5 * need) * pool.page_bytes for need, pool in zip((8, pages), made.pools, strict=True))
+    made = layout(layers, jkv.DeviceTier(bytes=budget), window_scratch=scratch)
+    assert [pool.num_pages for pool in made.pools] == [5 * 8, 5 * pages]
+
+
+def test_groups_that_share_a_pool_add_up_with_window_scratch():
+    layers = {"g": attention(), "l": attention(window=4)}
+    with pytest.raises(jkv.ConfigError) as raised:
+        layout(layers, jkv.DeviceTier(bytes=1), window_scratch=jkv.WindowScratch())
+    pool_bytes = (1 + 8 + 4) * layout(layers).pools[0].page_bytes
+    assert f"at least {pool_bytes} bytes" in str(raised.value)
 
 
 def test_more_bytes_never_give_fewer_pages():

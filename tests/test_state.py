@@ -16,14 +16,14 @@ from jkv.layout import make_layout
 from jkv.state import init_state, storage_dtype
 
 
-def hybrid_layout(dtype=jnp.bfloat16):
+def hybrid_layout(dtype=jnp.bfloat16, **fields):
     layers = {
         "full.0": AttentionLayer(kv_buffers(2, 8, dtype)),
         "full.1": AttentionLayer(kv_buffers(2, 8, dtype, fused=False)),
         "local": AttentionLayer(kv_buffers(1, 8, dtype), window=8, sinks=1),
         "ssm": RecurrentLayer({"conv": Buffer((3, 4), dtype), "h": Buffer((4, 4), jnp.float32)}),
     }
-    return make_layout(CacheConfig(layers, 3, 30, 4, DeviceTier(pages=5)))
+    return make_layout(CacheConfig(layers, 3, 30, 4, DeviceTier(pages=5), **fields))
 
 
 def test_shapes_are_pages_plus_the_null_page_and_tables_are_null():
@@ -38,6 +38,27 @@ def test_shapes_are_pages_plus_the_null_page_and_tables_are_null():
     assert state.state_slots["recurrent"].shape == (3,)
     assert all(a.dtype == jnp.int32 for a in [*state.page_tables.values(), *state.state_slots.values()])
     assert not any(bits(leaf).any() for leaf in jax.tree.leaves(state))
+
+
+def test_with_max_drafts_there_are_candidate_slots_and_a_table_of_them():
+    state = init_state(hybrid_layout(max_drafts=2))
+    assert {name: t.shape for name, t in state.state_slots.items()} == {"recurrent": (3,), "candidates": (3, 2, 3)}
+    assert state.state_slots["candidates"].dtype == jnp.int32 and not bits(state.state_slots["candidates"]).any()
+    assert state.pools[2][0]["h"].shape == (6 + 18, 4, 4) and state.pools[0][0]["kv"].shape[0] == 6
+    assert "recurrent: 5 slots" in repr(state)
+
+
+def test_without_recurrent_layers_there_are_no_slots():
+    layout = make_layout(
+        CacheConfig({"a": AttentionLayer(kv_buffers(1, 4))}, 3, 30, 4, DeviceTier(pages=5), max_drafts=2)
+    )
+    assert init_state(layout).state_slots == {}
+
+
+def test_a_layer_that_shares_adds_no_arrays():
+    layers = {"a": AttentionLayer(kv_buffers(1, 4)), "b": AttentionLayer(shares="a")}
+    state = init_state(make_layout(CacheConfig(layers, 3, 30, 4, DeviceTier(pages=5))))
+    assert [[list(arrays) for arrays in pool] for pool in state.pools] == [[["kv"]]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

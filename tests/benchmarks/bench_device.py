@@ -1,9 +1,11 @@
-"""What the device half costs: `python -m tests.benchmarks.bench_device [pool] [decode] [ragged] [length]`.
+"""What the device half costs: `python -m tests.benchmarks.bench_device [pool] [decode] [ragged] [...]`.
 
     pool      each op at 256 and at 16,384 pages, per dtype: ratio of the medians (limit 1.5), and XLA's temporaries
     decode    one paged decode step (4 layers in one jit) against attention on contiguous caches (limit 1.15)
     ragged    one row of 4,096 tokens among fifteen of 64 against sixteen of 4,096 (about a tenth)
     length    one decode step with max_length 1,024 and 131,072 (the same)
+    mixed     one Ragged step of 15 decodes and a chunk of 256 tokens against the same as two padded calls (about 1)
+    quantised decode steps with int8 and float8 KV and scales: error against float32, time against bfloat16
 
 Runs alternate between what is compared, so that both see the same machine; medians.
 """
@@ -26,6 +28,7 @@ from jkv.config import AttentionLayer, Buffer, CacheConfig, DeviceTier, Recurren
 from jkv.layout import make_layout
 from jkv.ops import append, read_state, write_state
 from jkv.plan import UNUSED, Plan
+from jkv.ragged import make_ragged
 from jkv.state import CacheState, init_state
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.int32)
@@ -83,7 +86,7 @@ def paged_state(layers: Mapping[str, Any], lengths: list[int], max_length: int, 
         at += count
     tables = {group.name: table.copy() for group in layout.attention_groups}
     slots = order[: len(lengths)].astype(np.int32) if layout.recurrent_pool else None
-    return apply(init_state(layout), Plan(None, np.array(0, np.int32), tables, slots, (), ()))
+    return apply(init_state(layout), Plan(None, np.array(0, np.int32), tables, slots, None, (), ()))
 
 
 def table(title: str, header: tuple[str, ...], lines: list[tuple[str, ...]]) -> None:
@@ -139,7 +142,7 @@ class Applier:
         copies[:, 0, :16], copies[:, 1, :16] = np.arange(1, 17), np.arange(101, 117)
         copies[:, 0, 16:] = 0
         counts = np.full(len(state.layout.pools), 16, np.int32)
-        self.state, self.plan = state, Plan(None, np.array(0, np.int32), None, None, (copies,), (counts,))
+        self.state, self.plan = state, Plan(None, np.array(0, np.int32), None, None, None, (copies,), (counts,))
 
     def __call__(self) -> CacheState:
         self.state = apply(self.state, self.plan)
@@ -276,7 +279,142 @@ def bench_length(rounds: int) -> None:
     table("max_length (ratio 1)", ("max_length", "ms", "ratio"), lines)
 
 
-BENCHMARKS = {"pool": bench_pool, "decode": bench_decode, "ragged": bench_ragged, "length": bench_length}
+def filled(state: CacheState, names: list[str], tokens: int, shape: tuple[int, ...], dtype: Any) -> CacheState:
+    """`state` with the same random K/V in the first `tokens` positions of all rows of the layers."""
+    batch = state.layout.max_sequences
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1))
+    fill = jax.jit(append, static_argnames="layer", donate_argnums=0)
+    for i, name in enumerate(names):
+        state = fill(state, name, rows, positions, {"kv": random_values((batch, tokens, *shape), dtype, seed=i)})
+    return state
+
+
+class Calls:
+    """Several donated, jitted steps, one after the other on one state."""
+
+    def __init__(self, state: CacheState, *calls: tuple[Callable[..., tuple[Any, CacheState]], Any]):
+        self.state = state
+        self.calls = [(jax.jit(step, donate_argnums=0).lower(state, *args).compile(), args) for step, *args in calls]
+
+    def __call__(self) -> Any:
+        outs = []
+        for call, args in self.calls:
+            out, self.state = call(self.state, *args)
+            outs.append(out)
+        return outs
+
+
+def bench_mixed(rounds: int) -> None:
+    """A ragged step costs what its decodes and its prompt chunk cost."""
+    decodes, length, chunk, chunk_start, layers = 15, 1024, 256, 512, 4
+    lines = []
+    for heads, kv_heads, dim, dtype in ((16, 8, 64, jnp.float32), (16, 2, 64, jnp.float32), (32, 8, 128, jnp.bfloat16)):
+        names = [f"layer{i}" for i in range(layers)]
+        starts, counts = np.array([length - 1] * decodes + [chunk_start]), np.array([1] * decodes + [chunk])
+        batch = make_ragged(np.arange(decodes + 1, dtype=np.int32), starts, counts, int(counts.sum()) + 1, decodes + 1)
+        ragged = jax.tree.map(jnp.asarray, batch)
+        tokens = len(ragged.positions)
+        q = random_values((layers, tokens, heads, dim), dtype, seed=1)
+        new = random_values((layers, tokens, 2 * kv_heads, dim), dtype, seed=2)
+
+        def step(state: CacheState, rows: Any, positions: jax.Array, q: jax.Array, new: jax.Array, names=names) -> Any:
+            outs = []
+            for i, name in enumerate(names):
+                out, state = append_attend(state, name, rows, positions, q[i], {"kv": new[i]})
+                outs.append(out.reshape(-1, *out.shape[-2:]))
+            return jnp.stack(outs), state
+
+        def state(names=names, kv_heads=kv_heads, dim=dim, dtype=dtype) -> CacheState:
+            kv = AttentionLayer(kv_buffers(kv_heads, dim, dtype))
+            empty = paged_state(dict.fromkeys(names, kv), [length] * (decodes + 1), length, 17 * length // PAGE_SIZE)
+            return filled(empty, names, length, (2 * kv_heads, dim), dtype)
+
+        def padded(first: int, rows: int, count: int, batch=ragged, q=q, new=new) -> tuple[Any, ...]:
+            def rows_of(array: jax.Array, axis: int) -> jax.Array:
+                part = jax.lax.slice_in_dim(array, first, first + rows * count, axis=axis)
+                return part.reshape(*array.shape[:axis], rows, count, *array.shape[axis + 1 :])
+
+            return batch.rows[first : first + rows], rows_of(batch.positions, 0), rows_of(q, 1), rows_of(new, 1)
+
+        decode, prefill = padded(0, decodes, 1), padded(decodes, 1, chunk)
+        runs = {
+            "decodes": Calls(state(), (step, *decode)),
+            "chunk": Calls(state(), (step, *prefill)),
+            "two calls": Calls(state(), (step, *decode), (step, *prefill)),
+            "ragged": Calls(state(), (step, ragged, ragged.positions, q, new)),
+        }
+        together, apart = np.asarray(runs["ragged"]()[0], np.float32), runs["two calls"]()
+        apart = np.concatenate([np.asarray(out, np.float32) for out in apart], axis=1)
+        np.testing.assert_allclose(together[:, : apart.shape[1]], apart, atol=0.02)
+        ms = medians(runs, rounds)
+        shape = f"{heads}/{kv_heads} x {dim}", np.dtype(dtype).name
+        lines.append((*shape, *(f"{ms[name]:.2f}" for name in runs), f"{ms['ragged'] / ms['two calls']:.2f}"))
+    header = ("heads x dim", "dtype", *(f"{name}, ms" for name in runs), "ragged / two calls")
+    title = f"{decodes} decodes at {length:,} tokens and a chunk of {chunk} at {chunk_start}, {layers} layers (about 1)"
+    table(title, header, lines)
+
+
+def bench_quantised(rounds: int) -> None:
+    """What int8 and float8 KV with scales cost in precision and time."""
+    batch, tokens, layers, heads, kv_heads, dim = 16, 1024, 4, 16, 8, 64
+    names = [f"layer{i}" for i in range(layers)]
+    rows, positions = jnp.arange(batch, dtype=jnp.int32), jnp.full((batch, 1), tokens - 1, jnp.int32)
+    kinds = {
+        "float32": kv_buffers(kv_heads, dim, jnp.float32),
+        "bfloat16": kv_buffers(kv_heads, dim, jnp.bfloat16),
+        "int8, float32 scales": kv_buffers(kv_heads, dim, jnp.int8, scales=jnp.float32),
+        "int8, bfloat16 scales": kv_buffers(kv_heads, dim, jnp.int8, scales=jnp.bfloat16),
+        "float8, float32 scales": kv_buffers(kv_heads, dim, jnp.float8_e4m3fn, scales=jnp.float32),
+    }
+
+    def step(state: CacheState, q: jax.Array, new: jax.Array) -> Any:
+        outs = []
+        for i, name in enumerate(names):
+            dtype = state.layout.places[name].buffers["kv"].dtype
+            values = new[i] if dtype.itemsize == 1 else new[i].astype(dtype)
+            out, state = append_attend(state, name, rows, positions, q[i], {"kv": values})
+            outs.append(out)
+        return jnp.stack(outs), state
+
+    lines = []
+    for q_dtype in (jnp.float32, jnp.bfloat16):
+        q = random_values((layers, batch, 1, heads, dim), q_dtype, seed=1)
+        new = random_values((layers, batch, 1, 2 * kv_heads, dim), jnp.float32, seed=2)
+        runs = {}
+        for kind, buffers in kinds.items():
+            layer = dict.fromkeys(names, AttentionLayer(buffers))
+            state = paged_state(layer, [tokens] * batch, tokens, batch * tokens // PAGE_SIZE + 8)
+            dtype = jnp.float32 if buffers["kv"].dtype.itemsize == 1 else buffers["kv"].dtype
+            runs[kind] = Stepper(filled(state, names, tokens, (2 * kv_heads, dim), dtype), step, q, new)
+        outs = {kind: np.asarray(run()[0], np.float32) for kind, run in runs.items()}
+        ms = medians(runs, rounds)
+        exact = outs["float32"]
+        for kind, out in outs.items():
+            error = out - exact
+            lines.append(
+                (
+                    np.dtype(q_dtype).name,
+                    kind,
+                    str(sum(buffer.nbytes for buffer in kinds[kind].values())),
+                    f"{np.sqrt((error**2).mean() / (exact**2).mean()):.1e}",
+                    f"{abs(error).max() / abs(exact).max():.1e}",
+                    f"{ms[kind]:.2f}",
+                    f"{ms[kind] / ms['bfloat16']:.2f}",
+                )
+            )
+    header = ("q", "KV", "bytes per token", "error, rms", "error, largest", "ms", "ratio to bfloat16")
+    table("KV dtypes in a decode step, batch 16, 1,024 tokens, 4 layers; errors of the output, relative", header, lines)
+
+
+BENCHMARKS = {
+    "pool": bench_pool,
+    "decode": bench_decode,
+    "ragged": bench_ragged,
+    "length": bench_length,
+    "mixed": bench_mixed,
+    "quantised": bench_quantised,
+}
 
 
 def main() -> None:
