@@ -8,7 +8,7 @@ without one. Four sections, each meant to be copied:
 
   1. Model      full attention, sliding-window attention and a Mamba-2-like recurrence, in Flax NNX
   2. Steps      the jitted functions, their state donated
-  3. Serving    a waiting queue, chunked prefill, batched decode, requests closed and reopened when pages run out
+  3. Serving    a waiting queue, steps that mix prompts and decodes, requests closed and reopened when pages run out
   4. Report     every generated token against a plain recomputation, times, pages, compiled variants
 """
 
@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import io
+import itertools
 import statistics
 import sys
 import time
@@ -32,6 +33,8 @@ from flax import nnx
 import jkv
 
 # ---- 1. Model --------------------------------------------------------------------------------------------------------
+# A step's tokens lie flat, [T]: several of one sequence, then several of the next. What the layers need of the cache
+# they get from a `Cached`, or for whole texts without a cache from an `Uncached`.
 
 VOCAB = 256  # bytes
 DIM = 64
@@ -41,44 +44,81 @@ SSM_HEADS, SSM_HEAD_DIM, SSM_STATE, CONV = 4, 32, 16, 4
 SSM_INNER = SSM_HEADS * SSM_HEAD_DIM
 CONV_CHANNELS = SSM_INNER + 2 * SSM_STATE  # x, B and C go through the convolution
 LAYERS = ("ssm", "window", "ssm", "full", "ssm", "window")
+STATE = {  # what a recurrent layer keeps
+    "conv": jkv.Buffer((CONV_CHANNELS, CONV - 1), jnp.float32),
+    "ssm": jkv.Buffer((SSM_HEADS, SSM_HEAD_DIM, SSM_STATE), jnp.float32),
+}
 
 
-def layer_name(index: int) -> str:
-    """The name by which the model and the cache know a layer, e.g. "3.full"."""
-    return f"{index}.{LAYERS[index]}"
+def layer_names(layers: Sequence[str] = LAYERS) -> list[str]:
+    """The names by which the model and the cache know the layers, e.g. "3.full"."""
+    return [f"{index}.{kind}" for index, kind in enumerate(layers)]
 
 
-def cache_layers() -> dict[str, jkv.AttentionLayer | jkv.RecurrentLayer]:
+def cache_layers(layers: Sequence[str] = LAYERS) -> dict[str, jkv.AttentionLayer | jkv.RecurrentLayer]:
     """What each layer keeps, as jkv wants it declared."""
     kinds: dict[str, jkv.AttentionLayer | jkv.RecurrentLayer] = {
         "full": jkv.AttentionLayer(jkv.kv_buffers(KV_HEADS, HEAD_DIM, jnp.float32)),
         "window": jkv.AttentionLayer(jkv.kv_buffers(KV_HEADS, HEAD_DIM, jnp.float32), window=WINDOW),
-        "ssm": jkv.RecurrentLayer(
-            {
-                "conv": jkv.Buffer((CONV_CHANNELS, CONV - 1), jnp.float32),
-                "ssm": jkv.Buffer((SSM_HEADS, SSM_HEAD_DIM, SSM_STATE), jnp.float32),
-            }
-        ),
+        "ssm": jkv.RecurrentLayer(STATE),
     }
-    return {layer_name(i): kinds[kind] for i, kind in enumerate(LAYERS)}
+    return {name: kinds[kind] for name, kind in zip(layer_names(layers), layers, strict=True)}
+
+
+def fused(k: jax.Array, v: jax.Array) -> jax.Array:
+    """[T, K, D] each -> [T, 2K, D], K at 0::2 and V at 1::2: the layout of `jkv.kv_buffers`."""
+    return jnp.stack([k, v], axis=2).reshape(len(k), 2 * KV_HEADS, HEAD_DIM)
+
+
+class Cached:
+    """The cache as one step's layers see it. It lives while the step is traced; take `state` from it at the end."""
+
+    def __init__(self, state: jkv.CacheState, batch: jkv.Ragged) -> None:
+        self.state, self.batch = state, batch
+        self.sequences = batch.sequence_of_tokens()  # int32[T]
+
+    def attend(self, layer: str, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Keeps k and v [T, K, D] and returns q's [T, H, D] attention; jkv knows the window."""
+        values = {"kv": fused(k, v)}
+        out, self.state = jkv.append_attend(self.state, layer, self.batch, self.batch.positions, q, values)
+        return out
+
+    def load(self, layer: str) -> dict[str, jax.Array]:
+        """Each sequence's state before the step, [R, *shape]; zeros where it begins."""
+        return jkv.read_state(self.state, layer, self.batch)
+
+    def store(self, layer: str, after: dict[str, jax.Array], after_each: dict[str, jax.Array]) -> None:
+        """Keeps each sequence's state after the step, [R, *shape]. `after_each`: after each token, [T, *shape]."""
+        self.state = jkv.write_state(self.state, layer, self.batch, after)
+
+
+class Uncached:
+    """One whole text without a cache: what jkv is compared with."""
+
+    def __init__(self, length: int) -> None:
+        self.sequences = jnp.zeros(length, jnp.int32)
+
+    def attend(self, layer: str, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
+        distance = jnp.arange(len(q))[:, None] - jnp.arange(len(q))
+        visible = (distance >= 0) & (distance < (window or len(q)))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1), v)
+
+    def load(self, layer: str) -> dict[str, jax.Array]:
+        return {name: jnp.zeros((1, *buffer.shape), buffer.dtype) for name, buffer in STATE.items()}
+
+    def store(self, layer: str, after: dict[str, jax.Array], after_each: dict[str, jax.Array]) -> None:
+        pass
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary position embedding. x: [B, T, H, D], positions: [B, T] -> [B, T, H, D]."""
+    """Rotary position embedding. x: [T, H, D], positions: [T] -> [T, H, D]."""
     half = x.shape[-1] // 2
-    angles = positions[..., None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    angles = positions[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """Attention over whole texts without a cache: what jkv is compared with. q: [B, T, H, D], k, v: [B, T, K, D]."""
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
-    visible = (distance >= 0) & (distance < (window or q.shape[1]))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1), v)
 
 
 class Attention(nnx.Module):
@@ -91,24 +131,16 @@ class Attention(nnx.Module):
         self.v = nnx.Linear(DIM, KV_HEADS * HEAD_DIM, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(HEADS * HEAD_DIM, DIM, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, rows: Any, state: Any) -> tuple[jax.Array, Any]:
-        batch, steps, _ = x.shape
-        q = rotary(self.q(x).reshape(batch, steps, HEADS, HEAD_DIM), positions)
-        k = rotary(self.k(x).reshape(batch, steps, KV_HEADS, HEAD_DIM), positions)
-        v = self.v(x).reshape(batch, steps, KV_HEADS, HEAD_DIM)
-        if state is None:
-            out = plain_attention(q, k, v, self.window)
-        else:
-            kv = jnp.stack([k, v], axis=3).reshape(batch, steps, 2 * KV_HEADS, HEAD_DIM)  # K at 0::2, V at 1::2
-            out, state = jkv.append_attend(state, self.name, rows, positions, q, {"kv": kv})
-        return self.out(out.reshape(batch, steps, HEADS * HEAD_DIM)), state
+    def __call__(self, x: jax.Array, positions: jax.Array, cache: Cached | Uncached) -> jax.Array:
+        q = rotary(self.q(x).reshape(-1, HEADS, HEAD_DIM), positions)
+        k = rotary(self.k(x).reshape(-1, KV_HEADS, HEAD_DIM), positions)
+        v = self.v(x).reshape(-1, KV_HEADS, HEAD_DIM)
+        out = cache.attend(self.name, self.window, q, k, v)
+        return self.out(out.reshape(-1, HEADS * HEAD_DIM))
 
 
 class Recurrence(nnx.Module):
-    """A Mamba-2-like layer: a short causal convolution, then a gated linear recurrence with scalar decay per head.
-
-    Decode (T=1) and prefill chunks (T>1) are one function, from the state before the chunk to the state after it.
-    """
+    """A Mamba-2-like layer: a short causal convolution, then a gated linear recurrence with scalar decay per head."""
 
     def __init__(self, name: str, rngs: nnx.Rngs) -> None:
         self.name = name
@@ -120,47 +152,37 @@ class Recurrence(nnx.Module):
         self.norm = nnx.RMSNorm(SSM_INNER, rngs=rngs)
         self.out = nnx.Linear(SSM_INNER, DIM, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, rows: Any, state: Any) -> tuple[jax.Array, Any]:
-        batch, steps, _ = x.shape
+    def __call__(self, x: jax.Array, positions: jax.Array, cache: Cached | Uncached) -> jax.Array:
         gate, channels, dt = jnp.split(self.input(x), (SSM_INNER, SSM_INNER + CONV_CHANNELS), axis=-1)
-        dt = jax.nn.softplus(dt + self.dt_bias[...])  # [B, T, heads]
+        dt = jax.nn.softplus(dt + self.dt_bias[...])  # [T, heads]
         decay = jnp.exp(-dt * jnp.exp(self.log_a[...]))
         conv_weights, skip = self.conv[...], self.skip[...]
 
-        def one_token(carry: Any, token: Any) -> tuple[Any, jax.Array]:
-            history, hidden = carry  # [B, channels, k-1], [B, heads, d_head, d_state]
-            channels, dt, decay, valid = token
-            window = jnp.concatenate([history, channels[..., None]], axis=-1)
-            mixed = jax.nn.silu(jnp.einsum("bck,ck->bc", window, conv_weights))
-            value, b, c = jnp.split(mixed, (SSM_INNER, SSM_INNER + SSM_STATE), axis=-1)
-            value = value.reshape(batch, SSM_HEADS, SSM_HEAD_DIM)
-            update = jnp.einsum("bhd,bn->bhdn", value * dt[..., None], b)
-            after = hidden * decay[..., None, None] + update
-            y = jnp.einsum("bhdn,bn->bhd", after, c) + value * skip[:, None]
-            # Padding must leave no trace: the state after a padded chunk is the state after its last real token.
-            keep = valid[:, None, None]
-            return (jnp.where(keep, window[..., 1:], history), jnp.where(keep[..., None], after, hidden)), y
+        def one_token(states: dict[str, jax.Array], token: Any) -> tuple[dict[str, jax.Array], Any]:
+            sequence, channels, dt, decay = token
+            before = {name: array[sequence] for name, array in states.items()}
+            window = jnp.concatenate([before["conv"], channels[:, None]], axis=-1)  # [channels, CONV]
+            mixed = jax.nn.silu(jnp.einsum("ck,ck->c", window, conv_weights))
+            value, b, c = jnp.split(mixed, (SSM_INNER, SSM_INNER + SSM_STATE))
+            value = value.reshape(SSM_HEADS, SSM_HEAD_DIM)
+            hidden = before["ssm"] * decay[:, None, None] + jnp.einsum("hd,n->hdn", value * dt[:, None], b)
+            y = jnp.einsum("hdn,n->hd", hidden, c) + value * skip[:, None]
+            after = {"conv": window[:, 1:], "ssm": hidden}
+            # Padding belongs to sequence R, which is none: it must leave no trace.
+            states = {name: array.at[sequence].set(after[name], mode="drop") for name, array in states.items()}
+            return states, (y, after)
 
-        if state is None:
-            before = {
-                "conv": jnp.zeros((batch, CONV_CHANNELS, CONV - 1)),
-                "ssm": jnp.zeros((batch, SSM_HEADS, SSM_HEAD_DIM, SSM_STATE)),
-            }
-        else:
-            before = jkv.read_state(state, self.name, rows)  # zeros for a sequence's first tokens
-        tokens = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (channels, dt, decay, positions >= 0))  # time first
-        (conv, ssm), y = jax.lax.scan(one_token, (before["conv"], before["ssm"]), tokens)
-        if state is not None:
-            state = jkv.write_state(state, self.name, rows, {"conv": conv, "ssm": ssm})
-        y = jnp.swapaxes(y, 0, 1).reshape(batch, steps, SSM_INNER)
-        return self.out(self.norm(y * jax.nn.silu(gate))), state
+        # One scan over the flat tokens, each of which goes on from where its own sequence is.
+        tokens = (cache.sequences, channels, dt, decay)
+        states, (y, after_each) = jax.lax.scan(one_token, cache.load(self.name), tokens)
+        cache.store(self.name, states, after_each)
+        return self.out(self.norm(y.reshape(-1, SSM_INNER) * jax.nn.silu(gate)))
 
 
 class Block(nnx.Module):
     """Mixer and MLP, each behind an RMSNorm and around a residual."""
 
-    def __init__(self, index: int, rngs: nnx.Rngs) -> None:
-        kind, name = LAYERS[index], layer_name(index)
+    def __init__(self, kind: str, name: str, rngs: nnx.Rngs) -> None:
         self.mixer_norm = nnx.RMSNorm(DIM, rngs=rngs)
         self.mixer = (
             Recurrence(name, rngs) if kind == "ssm" else Attention(name, WINDOW if kind == "window" else None, rngs)
@@ -169,39 +191,35 @@ class Block(nnx.Module):
         self.up = nnx.Linear(DIM, 2 * DIM, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(2 * DIM, DIM, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, rows: Any, state: Any) -> tuple[jax.Array, Any]:
-        mixed, state = self.mixer(self.mixer_norm(x), positions, rows, state)
-        x = x + mixed
-        return x + self.down(jax.nn.silu(self.up(self.mlp_norm(x)))), state
+    def __call__(self, x: jax.Array, positions: jax.Array, cache: Cached | Uncached) -> jax.Array:
+        x = x + self.mixer(self.mixer_norm(x), positions, cache)
+        return x + self.down(jax.nn.silu(self.up(self.mlp_norm(x))))
 
 
 class Model(nnx.Module):
-    """The whole model. `state` None: a plain forward over whole texts; otherwise a step through the cache."""
+    """The whole model."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs: nnx.Rngs, layers: Sequence[str] = LAYERS) -> None:
         self.embed = nnx.Embed(VOCAB, DIM, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
-        self.blocks = nnx.List([Block(index, rngs) for index in range(len(LAYERS))])
+        self.blocks = nnx.List([Block(*both, rngs) for both in zip(layers, layer_names(layers), strict=True)])
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
         self.head = nnx.Linear(DIM, VOCAB, use_bias=False, kernel_init=nnx.initializers.normal(0.3), rngs=rngs)
 
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, rows: Any = None, state: Any = None
-    ) -> tuple[jax.Array, Any]:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cached | Uncached) -> jax.Array:
         """Run the layers.
 
         Args:
-          tokens: int32[B, T].
-          positions: int32[B, T], consecutive in a row; -1: padding, after the real tokens.
-          rows: int32[B], the cache's rows; -1: padding. None without a cache.
-          state: the CacheState, or None.
+          tokens: int32[T].
+          positions: int32[T], of each token in its sequence; -1: padding.
+          cache: what the layers read and write.
 
         Returns:
-          hidden: [B, T, DIM], normed, ready for `head`; and the new state.
+          [T, DIM], normed, ready for `head`.
         """
         x = self.embed(tokens)
         for block in self.blocks:
-            x, state = block(x, positions, rows, state)
-        return self.norm(x), state
+            x = block(x, positions, cache)
+        return self.norm(x)
 
 
 # ---- 2. Steps --------------------------------------------------------------------------------------------------------
@@ -223,42 +241,35 @@ def make_steps(model: Model) -> Steps:
 
     @functools.partial(jax.jit, donate_argnames="state")
     def step(
-        params: Any,
-        state: jkv.CacheState,
-        sampled: jax.Array,
-        rows: jax.Array,
-        tokens: jax.Array,
-        positions: jax.Array,
+        params: Any, state: jkv.CacheState, sampled: jax.Array, batch: jkv.Ragged, tokens: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jkv.CacheState]:
-        """Prefill or decode.
+        """Prefill some sequences and decode others.
 
         Args:
           state: donated; written in place.
           sampled: int32[max_sequences], the id sampled last in each row. It stays on the device, so the next step can
             be dispatched before the host knows what this one sampled.
-          rows: int32[B], -1: padding.
-          tokens: int32[B, T], LAST: take it from `sampled`.
-          positions: int32[B, T], -1: padding.
+          batch: R sequences with T tokens in all, from `prepare_ragged`.
+          tokens: int32[T], LAST: take it from `sampled`.
 
         Returns:
-          (ids int32[B], logits [B]): the greedy choice after each row's last token; `sampled` and `state` after the
-          step.
+          (ids int32[R], logits [R]): the greedy choice after each sequence's last token; `sampled` and `state` after
+          the step.
         """
-        model = nnx.merge(graphdef, params)
-        tokens = jnp.where(tokens == LAST, sampled[jnp.maximum(rows, 0)][:, None], tokens)
-        hidden, state = model(tokens, positions, rows, state)
-        last = jnp.argmax(positions, axis=1)  # padding comes after the real tokens
-        logits = model.head(hidden[jnp.arange(len(rows)), last])
+        model, cache = nnx.merge(graphdef, params), Cached(state, batch)
+        rows = batch.rows
+        tokens = jnp.where(tokens == LAST, sampled[rows[cache.sequences]], tokens)  # padding is 0, so never LAST
+        hidden = model(tokens, batch.positions, cache)
+        logits = model.head(hidden[batch.cu_q_lens[1:] - 1])  # where each sequence ends
         ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         places = jnp.where(rows < 0, len(sampled), rows)  # a negative index would wrap around and write the last row
-        return (ids, jnp.max(logits, axis=-1)), sampled.at[places].set(ids, mode="drop"), state
+        return (ids, jnp.max(logits, axis=-1)), sampled.at[places].set(ids, mode="drop"), cache.state
 
     @jax.jit
     def recompute(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The reference: a text without a cache, int32[T] -> after each token the greedy id, its logit, its lead."""
         model = nnx.merge(graphdef, params)
-        hidden, _ = model(tokens[None], jnp.arange(len(tokens))[None])
-        logits = model.head(hidden[0])
+        logits = model.head(model(tokens, jnp.arange(len(tokens)), Uncached(len(tokens))))
         best, _ = jax.lax.top_k(logits, 2)
         return jnp.argmax(logits, axis=-1), best[:, 0], best[:, 0] - best[:, 1]
 
@@ -271,7 +282,7 @@ MAX_SEQUENCES = 8
 MAX_LENGTH = 640
 PAGE_SIZE = 16
 PAGES = {"full": 60, f"window:{WINDOW}": 96, "recurrent": 64}  # "full" is too small for eight long requests, on purpose
-CHUNKS = (16, 64)  # prefill runs in chunks, padded to one of these lengths
+STEP_TOKENS = (MAX_SEQUENCES, 64)  # what steps are padded to: those that only decode, and all others
 STOP = 64  # the id that ends an answer; random weights choose this one now and then
 PAUSE = 6  # turns of the loop between an answer and the user's next message
 
@@ -300,6 +311,7 @@ class Request:
     logits: list[float] = dataclasses.field(default_factory=list)  # and what the model gave them
     asked: int = 0  # ids that were asked of the device, the ones on their way included
     prefill_to: int = 0  # tokens to run through the model before the next one can be sampled
+    awaited: set[int] = dataclasses.field(default_factory=set)  # lengths that others wait for
     reused: list[int] = dataclasses.field(default_factory=list)  # tokens found in the cache: first time, reopened, ...
     admitted: float = 0.0
     first_token: float = 0.0  # seconds from the first admission to the first id on the host
@@ -324,8 +336,8 @@ class Request:
 class Server:
     """A small continuous-batching scheduler: the part that jkv leaves to its user.
 
-    A turn of the loop admits what fits, dispatches one prefill chunk and one decode step, and only then looks at the
-    ids that the turn before sampled. So the device always has a step to work on while Python does its bookkeeping.
+    A turn of the loop admits what fits, dispatches one step, and only then looks at the ids that the step before
+    sampled. So the device always has a step to work on while Python does its bookkeeping.
     """
 
     def __init__(self, steps: Steps, config: jkv.CacheConfig, overlap: bool = True) -> None:
@@ -343,7 +355,7 @@ class Server:
         self.arrivals = list(arrivals)
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in order of admission
-        self.in_flight: list[tuple[int, list[Request], Any]] = []  # turn, whose, (ids, logits) on their way
+        self.in_flight: list[tuple[int, list[Request | None], Any]] = []  # turn, who asked, (ids, logits) on their way
         self.done: list[Request] = []
         self.usage: list[tuple[int, int]] = []  # per turn: pages held by requests, pages kept for reuse
         self.crowded = False  # nobody is admitted
@@ -353,8 +365,7 @@ class Server:
             self.waiting.extend(request for turn, request in self.arrivals if turn <= self.turn)
             self.arrivals = [(turn, request) for turn, request in self.arrivals if turn > self.turn]
             self.admit()
-            self.prefill()
-            self.decode()
+            self.step()
             self.receive(self.turn - 1 if self.overlap else self.turn)
             self.usage.append(pages_in_use(self.manager))
             self.turn += 1
@@ -362,63 +373,82 @@ class Server:
 
     def admit(self) -> None:
         """Open waiting requests while there are rows and pages. One that was closed early comes back here as well."""
-        while self.waiting and not (self.crowded and self.running):
-            request = self.waiting[0]
+        for request in list(self.waiting):
+            if self.crowded and self.running:
+                return
             tokens = np.asarray(request.text, np.int32)
+            if self.worth_waiting(tokens):
+                continue
             seq = self.manager.open(tokens, max_reuse=self.max_reuse, retry=bool(request.reused))
             if not seq.resume():  # not now
                 seq.close()
                 if not self.running:
                     raise RuntimeError(f"request {request.name} finds no room although nothing else runs")
                 return
-            self.running.append(self.waiting.pop(0))
+            self.waiting.remove(request)
+            self.running.append(request)
             request.seq, request.prefill_to = seq, len(request.text)
             request.reused.append(seq.length)
             request.admitted = request.admitted or time.perf_counter()
 
-    def prefill(self) -> None:
-        """One chunk for the oldest request that still has text to run through the model."""
-        request = next((request for request in self.running if request.prefilling), None)
-        if request is None:
-            return
-        seq, start = request.seq, request.seq.length
-        # Ending a chunk at a snapshot point leaves a recurrent state there, from which others can start.
-        end = min(start + CHUNKS[-1], request.prefill_to, *seq.snapshot_points)
-        if not self.reserve(request, end - start):
-            return
-        chunk = request.text[start:end]
-        width = next(width for width in CHUNKS if width >= len(chunk))
-        padding = [-1] * (width - len(chunk))
-        self.dispatch([request], [chunk + padding], [list(range(start, end)) + padding], last=end == request.prefill_to)
-        seq.commit(chunk)
+    def worth_waiting(self, tokens: np.ndarray) -> bool:
+        """Whether a running request will soon leave more of these tokens than can be reused now."""
+        match = self.manager.probe(tokens)
+        end = match.raw_tokens + match.in_flight  # the prefix that the cache has, or that somebody is computing
+        end -= end % PAGE_SIZE
+        if self.max_reuse == 0 or end <= match.tokens:
+            return False
+        for other in self.running:
+            if other.prefilling and other.seq.length < end and other.text[:end] == tokens[:end].tolist():
+                other.awaited.add(end)  # a recurrent state is left where a chunk ends
+                return True
+        return False
 
-    def decode(self) -> None:
-        """One token for every request past its prompt. Nobody waits for the ids: they are on the device already."""
-        batch = [request for request in list(self.running) if request.decoding and self.reserve(request, 1)]
-        batch = [request for request in batch if request.seq is not None]  # a reserve can close others to make room
+    def step(self) -> None:
+        """Run one step. Nobody waits for the ids that it starts from: they are on the device already."""
+        batch, counts = self.plan()
+        while self.manager.reserve([request.seq for request in batch], counts) < len(batch):
+            self.make_room()
+            batch, counts = self.plan()
         if not batch:
             return
-        padding = [[-1]] * (self.config.max_sequences - len(batch))
-        tokens = [[LAST] for _ in batch] + padding
-        self.dispatch(batch, tokens, [[request.seq.length] for request in batch] + padding, last=True)
-        for request in batch:
-            request.seq.advance(1)  # one more token lies in the cache, whatever its id is
-            self.commit_known(request)
-
-    def dispatch(self, batch: list[Request], tokens: list[list[int]], positions: list[list[int]], last: bool) -> None:
-        """Run one step for `batch`; rows of `tokens` and `positions` beyond it are padding. `last`: its ids count."""
-        self.state, rows = self.manager.prepare(self.state, [request.seq for request in batch])
-        # New arrays at every step: the device may still be reading those of the last one.
-        padded = np.concatenate([rows, np.full(len(tokens) - len(rows), -1, np.int32)])
-        arrays = (padded, np.asarray(tokens, np.int32), np.asarray(positions, np.int32))
-        chosen, self.sampled, self.state = self.steps.step(self.state, self.sampled, *arrays)
+        sequences = [request.seq for request in batch]
+        tokens = [
+            request.text[request.seq.length :][:count] if request.prefilling else [LAST]
+            for request, count in zip(batch, counts, strict=True)
+        ]
+        self.state, ragged = self.manager.prepare_ragged(
+            self.state, sequences, counts, pad_tokens=STEP_TOKENS, pad_sequences=MAX_SEQUENCES
+        )
+        padding = len(ragged.positions) - sum(counts)
+        flat = np.array([*itertools.chain(*tokens), *[0] * padding], np.int32)
+        chosen, self.sampled, self.state = self.steps.step(self.state, self.sampled, ragged, flat)
+        self.manager.advance(sequences, counts)  # so many more tokens lie in the cache, whatever their ids are
+        for array in chosen:
+            array.copy_to_host_async()
+        self.in_flight.append((self.turn, [None if request.prefilling else request for request in batch], chosen))
         self.steps_run += 1
-        if last:
-            for array in chosen:
-                array.copy_to_host_async()
-            self.in_flight.append((self.turn, batch, chosen))
-            for request in batch:
-                request.asked += 1
+        self.commit_known(batch)
+        for request in batch:
+            request.asked += not request.prefilling
+            if request.seq.length in request.awaited:
+                request.seq.commit([], snapshot=True)  # also where jkv would not leave one by itself
+
+    def plan(self) -> tuple[list[Request], list[int]]:
+        """Who takes part in the next step, with how many tokens: each answer with one, then prompts with what fits."""
+        batch = [request for request in self.running if request.decoding]
+        counts = [1] * len(batch)
+        room = STEP_TOKENS[-1] - len(batch)
+        for request in self.running:
+            if request.prefilling and room:
+                # Ending a chunk at a snapshot point leaves a recurrent state there, from which others can start.
+                stops = (request.prefill_to, *request.awaited, *request.seq.snapshot_points)
+                length = request.seq.length
+                count = min(room, *(stop - length for stop in stops if stop > length))
+                batch.append(request)
+                counts.append(count)
+                room -= count
+        return batch, counts
 
     def receive(self, turn: int) -> None:
         """Take the ids sampled up to `turn`; waits for the device if they are not there yet."""
@@ -426,41 +456,44 @@ class Server:
             _, batch, chosen = self.in_flight.pop(0)
             ids, logits = (np.asarray(a).tolist() for a in chosen)
             for request, token, logit in zip(batch, ids, logits, strict=False):  # the rest is padding
-                if request.answered:
-                    continue  # the step that was in flight when the STOP arrived
+                if request is None or request.answered:
+                    continue  # its prompt goes on; or this was the step in flight when its STOP arrived
                 request.generated.append(token)
                 request.logits.append(logit)
                 request.first_token = request.first_token or time.perf_counter() - request.admitted
-                self.commit_known(request)
                 if request.answered:
-                    self.close(request)
-                    self.done.append(request)
-                    self.crowded = False
-                    if request.later:
-                        name, number = request.name.split(".")
-                        prompt = request.text + request.later[0]
-                        follow_up = Request(f"{name}.{int(number) + 1}", prompt, request.max_new, request.later[1:])
-                        self.arrivals.append((self.turn + PAUSE, follow_up))
+                    self.finish(request)
+        self.commit_known(self.running)
 
-    def commit_known(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
+        """It has its answer; the user may go on."""
+        self.commit_known([request])
+        self.close(request)
+        self.done.append(request)
+        self.crowded = False
+        if request.later:
+            name, number = request.name.split(".")
+            prompt = request.text + request.later[0]
+            follow_up = Request(f"{name}.{int(number) + 1}", prompt, request.max_new, request.later[1:])
+            self.arrivals.append((self.turn + PAUSE, follow_up))
+
+    def commit_known(self, requests: list[Request]) -> None:
         """Publish what lies in the cache and whose ids are known."""
-        tokens = request.text[request.seq.committed : request.seq.length]
-        if tokens:
-            request.seq.commit(tokens)
+        known = [request.text[request.seq.committed : request.seq.length] for request in requests]
+        sequences = [request.seq for request in requests]
+        self.manager.commit(sequences, list(itertools.chain(*known)), [len(tokens) for tokens in known])
 
-    def reserve(self, request: Request, count: int) -> bool:
-        """Get pages for `count` more tokens, closing the youngest requests if need be. False: it was one of those."""
-        while request.seq is not None and not request.seq.reserve(count):
-            if self.in_flight:
-                self.receive(self.turn)  # somebody may be done; and a close keeps only what is committed
-                continue
-            victim = self.running[-1]
-            self.close(victim)
-            self.waiting.insert(0, victim)  # opened again later, with its prompt and what it has generated so far
-            # Nobody is admitted again before a running request is done. If the victim came back at once, it would soon
-            # need the pages of the one that it has just made room for, and the two would close each other in turn.
-            self.crowded = True
-        return request.seq is not None
+    def make_room(self) -> None:
+        """Close the youngest request; it is opened again later, with its prompt and what it has generated so far."""
+        if self.in_flight:
+            self.receive(self.turn)  # somebody may be done; and a close keeps only what is committed
+            return
+        victim = self.running[-1]
+        self.close(victim)
+        self.waiting.insert(0, victim)
+        # Nobody is admitted again before a running request is done. If the victim came back at once, it would soon
+        # need the pages of the one that it has just made room for, and the two would close each other in turn.
+        self.crowded = True
 
     def close(self, request: Request) -> None:
         """Give its pages to whoever needs them; until then they can be reused."""
