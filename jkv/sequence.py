@@ -4,7 +4,13 @@
         ▲                    │
         └──────suspend───────┘
 
-What it has of pages and states, and what becomes of them, is `holdings.py`'s business; drafts are `speculation.py`'s.
+One request's state is built up in layers, each a file that knows only those before it:
+
+    Holdings       what it has in the tree and privately: publishing, lending, windows, copies
+    Room           the pages that a capacity takes, window scratch, slots for planned snapshots
+    Speculation    steps in flight, candidate states, marks
+    Sequence       the public calls, their conditions and their order; its row of the ledger
+
 NumPy only.
 """
 
