@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -265,15 +266,84 @@ class DeviceTier:
     pages: int | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        if (self.bytes is None) == (self.pages is None):
-            raise ConfigError(f"DeviceTier takes exactly one of bytes and pages, got {self.bytes=}, {self.pages=}")
+        object.__setattr__(self, "pages", _checked_size("DeviceTier", self.bytes, self.pages))
+
+
+def _checked_size(tier: str, size: int | None, pages: Any) -> int | Mapping[str, int] | None:
+    """`pages`, frozen; ConfigError unless exactly one of the two is given and says how large `tier` is."""
+    if (size is None) == (pages is None):
+        raise ConfigError(f"{tier} takes exactly one of bytes and pages, got bytes={size!r}, pages={pages!r}")
+    if size is not None:
+        require_int(f"{tier}.bytes", size, 1)
+    elif isinstance(pages, Mapping):
+        return MappingProxyType({group: require_int(f"{tier}.pages[{group!r}]", n, 1) for group, n in pages.items()})
+    else:
+        require_int(f"{tier}.pages", pages, 1)
+    return pages
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTier:
+    """Host memory below the device pools: what is evicted there moves here. Exactly one of `bytes` and `pages`.
+
+    Args:
+      bytes: bytes of all arenas together; split as those of a DeviceTier, snapshots for live states.
+      pages: pages (recurrent: snapshots): an int for every pool, or {group: int}. Groups that share a pool add up.
+      staging: bytes that may be on their way to host memory at once, beside the arenas.
+
+    >>> HostTier(bytes=2**30).staging
+    67108864
+    """
+
+    bytes: int | None = None
+    pages: int | Mapping[str, int] | None = None
+    staging: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pages", _checked_size("HostTier", self.bytes, self.pages))
+        require_int("HostTier.staging", self.staging, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreTier:
+    """A TensorStore KvStore below host memory. Its entries survive a restart, and other processes find them.
+
+    Args:
+      location: a directory, a KvStore URL ("file:///cache/", "memory://", "file:///cache/|ocdbt:", "gs://bucket/kv/",
+        "s3://bucket/kv/") or a KvStore spec as a mapping ({"driver": "file", "path": "/cache/"}).
+      bytes: bytes that its entries may take, oldest removed first; None: no limit. Not on OCDBT, which never gives
+        back the bytes of what is deleted.
+
+    >>> StoreTier("/cache", bytes=10 * 2**30).location
+    '/cache'
+    """
+
+    location: str | os.PathLike | Mapping[str, Any]
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        location = self.location
+        if isinstance(location, os.PathLike):
+            location = os.fspath(location)
+        if not isinstance(location, str | Mapping) or not location:
+            raise ConfigError(f"StoreTier.location must be a path, a KvStore URL or a KvStore spec, got {location!r}")
+        if isinstance(location, Mapping):
+            location = MappingProxyType(dict(location))
+        object.__setattr__(self, "location", location)
         if self.bytes is not None:
-            require_int("DeviceTier.bytes", self.bytes, 1)
-        elif isinstance(self.pages, Mapping):
-            pages = {group: require_int(f"DeviceTier.pages[{group!r}]", n, 1) for group, n in self.pages.items()}
-            object.__setattr__(self, "pages", MappingProxyType(pages))
-        else:
-            require_int("DeviceTier.pages", self.pages, 1)
+            require_int("StoreTier.bytes", self.bytes, 1)
+            if self.is_ocdbt:
+                raise ConfigError(
+                    f"StoreTier.bytes={self.bytes} with OCDBT, which never gives back the bytes of what is deleted: "
+                    f"pass None, or use the file driver"
+                )
+
+    @property
+    def is_ocdbt(self) -> bool:
+        """Whether `location` is an OCDBT database."""
+        if isinstance(self.location, Mapping):
+            return self.location.get("driver") == "ocdbt"
+        return any(part.split(":")[0] == "ocdbt" for part in str(self.location).split("|"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +405,7 @@ class CacheConfig:
       max_sequences: rows of the page tables: sequences that can be active at once.
       max_length: tokens of the longest sequence.
       page_size: tokens per page.
-      tiers: a DeviceTier.
+      tiers: a DeviceTier; colder ones behind it: a HostTier, a StoreTier (which needs a `model`), or both.
       partial_reuse: reuse the matching head of a page that differs later (copy on write).
       min_snapshot: True: a window page that leaves its writer's window, or whose writer closes, is freed unless
         an endpoint needs it. False: it stays until room is needed. None: True iff there are recurrent layers.
@@ -358,7 +428,7 @@ class CacheConfig:
     max_sequences: int
     max_length: int
     page_size: int = 16
-    tiers: tuple[DeviceTier, ...] = ()
+    tiers: tuple[DeviceTier | HostTier | StoreTier, ...] = ()
     partial_reuse: bool = True
     min_snapshot: bool | None = None
     reuse_backoff: int = 0
@@ -373,10 +443,7 @@ class CacheConfig:
         for field in ("reuse_backoff", "max_drafts"):
             require_int(f"CacheConfig.{field}", getattr(self, field), 0)
         object.__setattr__(self, "layers", MappingProxyType(self._checked_layers()))
-        tiers = (self.tiers,) if isinstance(self.tiers, DeviceTier) else self.tiers
-        if not isinstance(tiers, Sequence) or len(tiers) != 1 or not isinstance(tiers[0], DeviceTier):
-            raise ConfigError(f"CacheConfig.tiers must hold one DeviceTier, got {self.tiers!r}")
-        object.__setattr__(self, "tiers", tuple(tiers))
+        object.__setattr__(self, "tiers", self._checked_tiers())
         share = self.max_utilization_for_resume
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"CacheConfig.max_utilization_for_resume must be in (0, 1], got {share!r}")
@@ -393,6 +460,40 @@ class CacheConfig:
         if self.min_snapshot is None:
             recurrent = any(isinstance(layer, RecurrentLayer) for layer in self.layers.values())
             object.__setattr__(self, "min_snapshot", recurrent)
+
+    def _checked_tiers(self) -> tuple[DeviceTier | HostTier | StoreTier, ...]:
+        """`tiers` as a tuple, from hot to cold."""
+        single = isinstance(self.tiers, DeviceTier | HostTier | StoreTier)
+        tiers: Any = (self.tiers,) if single else self.tiers
+        order = (DeviceTier, HostTier, StoreTier)
+        kinds = [type(tier) for tier in tiers] if isinstance(tiers, Sequence) else []
+        if kinds[:1] != [DeviceTier] or kinds != [kind for kind in order if kind in kinds]:
+            raise ConfigError(
+                f"CacheConfig.tiers must be a DeviceTier, then at most one HostTier and one StoreTier, got {tiers!r}"
+            )
+        if StoreTier in kinds and not self.model:
+            raise ConfigError("CacheConfig.model must not be empty with a StoreTier: it says whose entries these are")
+        return tuple(tiers)
+
+    def _tier(self, kind: type) -> Any:
+        return next((tier for tier in self.tiers if isinstance(tier, kind)), None)
+
+    @property
+    def device_tier(self) -> DeviceTier:
+        """The hot end of `tiers`."""
+        return self._tier(DeviceTier)
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """The HostTier; behind a StoreTier alone a small one, since what it reads and writes passes through there."""
+        if self._tier(HostTier) is None and self.store_tier is not None:
+            return HostTier(bytes=HostTier.staging)
+        return self._tier(HostTier)
+
+    @property
+    def store_tier(self) -> StoreTier | None:
+        """The StoreTier."""
+        return self._tier(StoreTier)
 
     def _checked_layers(self) -> dict[str, AttentionLayer | RecurrentLayer]:
         """`layers`, with those that share another's KV filled in."""

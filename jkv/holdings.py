@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from jkv.config import Scope, WindowScratch
-from jkv.layout import Group, Layout
+from jkv.eviction import Eviction
+from jkv.layout import HOST, Group, Layout
 from jkv.ledger import Ledger
-from jkv.pages import PagePool
+from jkv.pages import Claim, PagePool
 from jkv.plan import ZERO, PlanBuilder
-from jkv.radix import NO_SLOT, NO_TOKENS, Endpoint, Node, node_of, pages_on, path_to, shared_tokens
-from jkv.retention import Retention
+from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, node_of, pages_on, shared_tokens
 from jkv.stats import Counters
 
 NO_PAGE = 0  # a null page-table entry
@@ -57,7 +57,7 @@ class Host:
 
     layout: Layout
     pools: list[PagePool]
-    tree: Retention
+    tree: Eviction
     counters: Counters
     builder: PlanBuilder
     rows: list[Holdings | None]
@@ -68,6 +68,11 @@ class Host:
     ledger: Ledger
     sequences: dict[Any, None]  # open Sequences, oldest first
     prompting: dict[Any, None]  # those that became active with a prompt to compute; done ones are dropped when met
+    shelf: Any = None  # the store: jkv.tiers.store.Store
+    memory: Any = None  # host memory: jkv.tiers.host.HostMemory
+    arriving: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)  # (group, name) -> Arrival
+    suspensions: int = 0  # so far
+    losses: int = 0  # failures of host memory that were dealt with
     row_changes: int = 0  # how often a sequence got or gave up a row
 
     @property
@@ -82,6 +87,8 @@ class Host:
 
 class Holdings:
     """The pages, states and endpoints of one sequence; `Sequence` says when what happens to them."""
+
+    _hold = HELD  # how it holds its path
 
     def __init__(self, host: Host, scope: tuple[str, Scope], priority: int):
         self._host = host
@@ -113,21 +120,26 @@ class Holdings:
 
     # --- where it starts ---------------------------------------------------------------------------------------------
 
+    def _claims(self, node: Node | None, whole: int) -> list[Claim]:
+        """What holding the path of `whole` pages to `node` takes, per pool."""
+        tree = self._host.tree
+        claims = [Claim() for _ in self._host.pools]
+        for group in tree.groups if node is not None else ():
+            if group.window is None:
+                tree.claim_path(node, whole, claims[group.pool])
+            else:
+                for first, stop in self._live_ranges(group, 0, whole):
+                    tree.claim_window(node, group.ordinal, first, stop, claims[group.pool])
+        return claims
+
     def _has_room(self, node: Node | None, whole: int, partial: bool) -> bool:
         """Whether there is room for a live state and private copies, once the path to `node` is held."""
-        host, tree = self._host, self._host.tree
-        needed = [0] * len(host.pools)
-        held = [0] * len(host.pools)
+        tree, claims = self._host.tree, self._claims(node, whole)
         for group in tree.groups:
-            needed[group.pool] += partial
-            if node is not None and group.window is None:
-                held[group.pool] += tree.newly_held(node, whole)
-            elif node is not None:
-                for first, stop in self._live_ranges(group, 0, whole):
-                    held[group.pool] += tree.newly_held_window(node, group.ordinal, first, stop)
+            claims[group.pool].fresh += partial
         if tree.state_pool is not None:
-            needed[tree.state_pool.ordinal] = 1
-        return tree.can_allocate(needed, held)
+            claims[tree.state_pool.ordinal].fresh += 1
+        return tree.can_claim(claims)
 
     def _hold_path(self, node: Node | None, whole: int) -> Node:
         """Holds the path of `whole` pages, which ends in `node` (None: at the root); returns its deepest node."""
@@ -148,18 +160,29 @@ class Holdings:
         copies = []
         for group in tree.groups:
             g = group.ordinal
-            table = np.zeros(whole + (source is not None), np.int32)
-            for first, stop in self._live_ranges(group, 0, whole):
-                table[first:stop] = pages_on(node, g, first, stop)
-            self._tables[g] = table
+            self._tables[g] = np.zeros(whole + (source is not None), np.int32)
             if source is not None:
                 page = int(source.pages[g][whole - source.first_page])
                 copies.append((g, group.pool, host.builder.read(group.pool, page) if page > 0 else None))
         # every source is read before anything is evicted: a source's own page may be what its copy gets
+        self._onboard_path(node, whole)
         for g, pool, value in copies:
             page = self._tables[g][whole] = tree.allocate_one(host.pools[pool])
             if value is not None:
                 host.builder.write(pool, page, value)
+
+    def _onboard_path(self, node: Node, whole: int) -> None:
+        """What the held path of `whole` pages has in host memory moves to the device; our tables show all of it."""
+        tree = self._host.tree
+        tree.onboard_path(node)
+        for group in tree.groups:
+            g, table = group.ordinal, self._tables[group.ordinal]
+            table[:whole] = NO_PAGE
+            for first, stop in self._live_ranges(group, 0, whole):
+                if group.window is not None:
+                    tree.onboard_window(node, g, first, stop)
+                pages = pages_on(node, g, first, stop)
+                np.maximum(pages, NO_PAGE, out=table[first:stop])  # window scratch may have held some back
 
     def _copied_state(self, source: Endpoint | None) -> int:
         """A live slot of our own that starts as `source`'s snapshot, or as zeros."""
@@ -170,19 +193,20 @@ class Holdings:
         return slot
 
     def _own_pages(self) -> list[int]:
-        """Unevictable attention pages per pool that are so because of this sequence alone."""
+        """Attention pages per pool that an allocation may not get because of this suspended sequence alone."""
         host = self._host
         own = [0] * len(host.pools)
         if self._node is None:
             return own
         for group in host.layout.attention_groups:
-            g, table = group.ordinal, self._tables[group.ordinal]
-            own[group.pool] += int(np.count_nonzero(table[self._tree_pages :]))
+            g = group.ordinal
+            private = self._table(g)[self._tree_pages :]
+            own[group.pool] += int(np.count_nonzero((private > 0) & (private < HOST)))
             if group.window is None:
-                own[group.pool] += sum(host.tree.num_pages(node) for node in path_to(self._node) if node.holders == 1)
+                own[group.pool] += host.tree.solely_kept(self._node)
             else:
                 own[group.pool] += sum(
-                    host.tree.solely_held_window(self._node, g, first, stop)
+                    host.tree.solely_kept_window(self._node, g, first, stop)
                     for first, stop in self._live_ranges(group, 0, self._tree_pages)
                 )
         return own
@@ -198,7 +222,8 @@ class Holdings:
         """Frees the private pages at table columns [start, stop); the entries become null."""
         if start < stop:
             entries = self._tables[group.ordinal][start:stop]
-            self._host.pools[group.pool].release(entries[entries > 0] if group.window is not None else entries)
+            places = entries[entries > 0] if group.window is not None else entries
+            self._host.tree.release_pages(self._host.pools[group.pool], places)
             entries[:] = NO_PAGE
 
     # --- states ------------------------------------------------------------------------------------------------------
@@ -249,10 +274,10 @@ class Holdings:
             first = self._published + done
             if child is None:
                 pages = [self._handed_over(group, first, first + whole - done) for group in tree.groups]
-                if node.size and not node.children and node.holders == 1 and node.priority == self._priority:
+                if self._may_extend(node):
                     tree.extend(node, rest, pages, self._live_from)
                 else:
-                    node = tree.attach(node, rest, pages, self._live_from, self._priority)
+                    node = tree.attach(node, rest, pages, self._live_from, self._priority, self._hold)
                 break
             shared, lower = shared_tokens(child, rest, page_size) // page_size, child
             if shared < tree.num_pages(child):
@@ -262,15 +287,23 @@ class Holdings:
             node, done = child, done + shared
         self._node, self._published = node, self._published + whole
 
+    def _may_extend(self, node: Node) -> bool:
+        """Whether nobody else has to do with the run of `node`, so that it may grow in place."""
+        alone = node.holders == 1 and not node.keepers and self._hold == HELD
+        return alone and node.size > 0 and not node.children and node.priority == self._priority
+
     def _handed_over(self, group: Group, first: int, stop: int) -> np.ndarray:
         """Our page ids as a node keeps them: -1 where there is none."""
         entries = self._tables[group.ordinal][first:stop]
         return entries if group.window is None else np.where(entries > 0, entries, np.int32(-1))
 
     def _take_over(self, node: Node, first: int, count: int) -> None:
-        """The tree has pages [first, first + count) already, as all of `node`: ours are freed, or fill its holes."""
+        """The tree has pages [first, first + count) already, as all of `node`.
+
+        Ours are freed, or fill its holes, or take the place of pages that lie colder.
+        """
         host, tree = self._host, self._host.tree
-        tree.hold_child(node)
+        tree.join(node, self._hold)
         node.priority = max(node.priority, self._priority)
         for group in tree.groups:
             g, pool = group.ordinal, host.pools[group.pool]
@@ -279,14 +312,17 @@ class Holdings:
             if group.window is not None:
                 tree.fill(node, g, ours)
                 for start, stop in self._live_ranges(group, first, first + count):
-                    tree.hold_window(node, g, start, stop)
+                    tree.change_window(node, g, start, stop, self._hold)
+            elif node.device < count and 0 < ours[node.device] < HOST:
+                tree.warm_up(node, ours[node.device :])
             theirs = node.pages[g][:count]
-            pool.release(ours[(ours != theirs) & (ours > 0)])
+            tree.release_pages(pool, ours[(ours != theirs) & (ours > 0)])
             if group.window is None:
                 entries[:] = theirs
             else:
+                shown = np.where((theirs > 0) & (theirs < HOST), theirs, NO_PAGE)
                 for start, stop in self._live_ranges(group, first, first + count):
-                    np.maximum(theirs[start - first : stop - first], NO_PAGE, out=entries[start - first : stop - first])
+                    entries[start - first : stop - first] = shown[start - first : stop - first]
             self._mark(g, first, first + count)
 
     def _publish_endpoints(self) -> None:
@@ -301,7 +337,7 @@ class Holdings:
         endpoint = node.endpoint_at(position)
         if endpoint is None:
             endpoint = tree.add_endpoint(node, position, slot, self._priority)
-            self._host.counters.snapshots_taken += slot != NO_SLOT
+            self._host.counters.snapshots_taken += slot != NO_SLOT and self._hold == HELD
         else:
             tree.touch(endpoint, self._priority)
             self._free_slot(slot)
@@ -367,7 +403,8 @@ class Holdings:
         home = self._foreign_home()
         if home is None:
             pages = [self._handed_over(group, self._published, self._published + 1) for group in tree.groups]
-            self._node = home = tree.attach(self._node, self._partial, pages, self._live_from, self._priority)
+            home = tree.attach(self._node, self._partial, pages, self._live_from, self._priority, self._hold)
+            self._node = home
         elif not tree.has_head(home):  # a tail that has lost window pages: ours fill them
             if not closing and (self._in_flight or self._length > self._committed):
                 return home if self._fill_with_copies(home) else None
@@ -386,8 +423,9 @@ class Holdings:
             counts[group.pool] += 1
         tree.hold_child(tail)
         room = tree.can_allocate(counts)
-        for group in lacking if room else ():
-            page = tree.allocate_one(self._host.pools[group.pool])
+        # all of them first: until the endpoint is there, nobody seems to need what has come into the tail
+        pages = [tree.allocate_one(self._host.pools[group.pool]) for group in lacking] if room else []
+        for group, page in zip(lacking, pages, strict=False):
             builder.copy(group.pool, int(self._tables[group.ordinal][self._published]), page)
             tree.fill(tail, group.ordinal, np.array([page], np.int32))
         tree.release_child(tail, self._priority)
@@ -568,6 +606,11 @@ class Holdings:
         if self.row is not None:
             self._host.builder.mark(self.row, group, start, stop)
 
+    def _mark_all(self) -> None:
+        """All that our row shows has changed."""
+        for group in self._host.layout.attention_groups:
+            self._mark(group.ordinal, 0, self._num_pages(self._capacity))
+
     def _set_slot(self, slot: int) -> None:
         self._slot = slot
         if slot != NO_SLOT:
@@ -576,4 +619,4 @@ class Holdings:
 
     def _free_slot(self, slot: int) -> None:
         if slot != NO_SLOT:
-            self._host.tree.state_pool.release_one(slot)
+            self._host.tree.free_one(self._host.tree.state_pool, slot)

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from jkv.arrivals import Arrival
 from jkv.errors import IntegrityError
+from jkv.eviction import Eviction
 from jkv.holdings import Host
-from jkv.pages import EvictionOrder
-from jkv.radix import HELD, NEEDED, NO_SLOT, Node, pages_on, path_to, spans
-from jkv.retention import Retention
+from jkv.layout import HOST
+from jkv.pages import EvictionOrder, PagePool
+from jkv.radix import HELD, HOLDS, KEPT, NEEDED, NO_SLOT, STAYS, Node, pages_on, path_to, spans
 from jkv.sequence import Sequence
 
-HeldPath = tuple[Node, list[tuple[int, int, int]]]  # deepest node; window pages: (group, first, stop)
+Held = list[tuple[int, int, int]]  # window pages: (group, first, stop)
+
+
+@dataclasses.dataclass
+class HeldPath:
+    """What a sequence, or an arrival, has of the tree."""
+
+    node: Node  # the deepest one
+    windows: Held
+    how: int  # HELD by an active sequence, KEPT by another
+
+
+@dataclasses.dataclass
+class Count:
+    """What a recount finds in one pool of one tier."""
+
+    places: list[np.ndarray]  # with an owner, ids
+    tree: int = 0
+    held: int = 0
+    kept: int = 0
+    idle: int = 0
 
 
 def demand(condition: object, message: str) -> None:
@@ -27,22 +51,20 @@ def check_host(host: Host) -> None:
       IntegrityError: names the broken invariant.
     """
     started = [seq for seq in host.sequences if seq._node is not None]
-    owned = check_tree(host.tree, [_held_path(seq) for seq in started])
+    arrivals = list(dict.fromkeys(host.arriving.values()))
+    paths = [_held_path(seq) for seq in started] + [_kept_path(arrival) for arrival in arrivals]
+    counts = check_tree(host.tree, paths)
     for seq in host.sequences:
         _check_lengths(seq)
     for seq in started:
-        _check_table(host, seq)
-        for parts, pages in zip(owned, _private_pages(host, seq), strict=True):
-            parts.append(pages)
-    for pool, parts in zip(host.pools, owned, strict=True):
-        if pool is host.tree.state_pool and host.candidates is not None:
-            parts.append(host.candidates.sets.reshape(-1))
-        everything = np.concatenate([*parts, pool.free_pages()]).astype(np.int64)
-        size = host.layout.pools[pool.ordinal].num_rows
-        counts = np.bincount(everything, minlength=size)
-        lost, shared = np.flatnonzero(counts[1:] == 0) + 1, np.flatnonzero(counts > 1)
-        sane = len(counts) == size and not counts[0] and not len(lost) and not len(shared)
-        demand(sane, f"pool {pool.name!r}: pages without an owner {lost.tolist()}, with two {shared.tolist()}")
+        if not seq._age:
+            _check_table(host, seq)
+        _count_private(host, seq, counts)
+    for arrival in arrivals:
+        for want, place in zip(arrival.find.wanted, arrival._places, strict=True):
+            _count(host, host.pools[arrival._pool_of(want)], np.array([place], np.int32), counts)
+    for pool in host.tree.all_pools():
+        _check_owners(host, pool, counts[pool])
     vacant = [row for row, owner in enumerate(host.rows) if owner is None]
     demand(sorted(host.free_rows) == vacant, f"free rows {sorted(host.free_rows)}, rows without a sequence {vacant}")
     entered = [seq.row for seq in host.sequences if seq._entered]
@@ -54,24 +76,56 @@ def check_host(host: Host) -> None:
 
 
 def _held_path(seq: Sequence) -> HeldPath:
-    """The deepest node that `seq` holds, and the window pages it holds."""
+    """What `seq` holds, or keeps."""
     ranges = []
     for group in seq._host.tree.windows:
         ranges += [(group.ordinal, first, stop) for first, stop in seq._live_ranges(group, 0, seq._tree_pages)]
-    return seq._node, ranges
+    return HeldPath(seq._node, ranges, KEPT if seq._age else HELD)
 
 
-def _private_pages(host: Host, seq: Sequence) -> list[np.ndarray]:
-    """Per pool the page ids and slots that `seq` owns."""
-    pages: list[list[int]] = [[] for _ in host.pools]
+def _kept_path(arrival: Arrival) -> HeldPath:
+    ranges = []
+    for group in arrival._host.tree.windows:
+        ranges += [(group.ordinal, first, stop) for first, stop in arrival._live_ranges(group, 0, arrival._kept)]
+    return HeldPath(arrival._anchor, ranges, KEPT)
+
+
+def _count(host: Host, pool: PagePool, places: np.ndarray, counts: dict[PagePool, Count]) -> None:
+    for tier in host.tree.tiers(pool):
+        counts[tier].places.append(tier.own(places))
+
+
+def _count_private(host: Host, seq: Sequence, counts: dict[PagePool, Count]) -> None:
+    """The pages and slots that `seq` owns."""
     for group in host.tree.groups:
         entries = seq._table(group.ordinal)[seq._tree_pages :]
-        pages[group.pool].extend(entries[entries > 0].tolist())
-    if host.tree.state_pool is not None:
+        _count(host, host.pools[group.pool], entries[entries > 0], counts)
+    pool = host.tree.state_pool
+    if pool is not None:
         live = [] if seq._lent is not None else [seq._slot]
         marks = [mark.slot for mark in seq._marks]
-        pages[host.tree.state_pool.ordinal].extend([*live, *seq._pending.values(), *marks])
-    return [np.array(ids, np.int32) for ids in pages]
+        _count(host, pool, np.array([*live, *seq._pending.values(), *marks], np.int32), counts)
+    if seq._age:
+        for pool, idle in zip(host.pools, seq._idle_pages(), strict=True):
+            counts[pool].idle += idle
+            queued = pool.order.sleepers.get((seq._priority, seq._age)) is seq
+            demand(queued == (idle > 0), f"{seq!r}: {idle} idle pages in pool {pool.name!r}, queued {queued}")
+
+
+def _check_owners(host: Host, pool: PagePool, count: Count) -> None:
+    name = f"pool {pool.name!r}" + (" in host memory" if pool.offset else "")
+    parts, size = [*count.places, pool.free_pages()], pool.total + 1
+    if pool is host.tree.state_pool and host.candidates is not None:
+        parts.append(host.candidates.sets.reshape(-1))
+        size = host.layout.pools[pool.ordinal].num_rows
+    owners = np.bincount(np.concatenate(parts).astype(np.int64), minlength=size)
+    lost, shared = np.flatnonzero(owners[1:] == 0) + 1, np.flatnonzero(owners > 1)
+    sane = len(owners) == size and not owners[0] and not len(lost) and not len(shared)
+    demand(sane, f"{name}: pages without an owner {lost.tolist()}, with two {shared.tolist()}")
+    for field in ("tree", "held", "kept", "idle"):
+        recount, counter = getattr(count, field), getattr(pool, field)
+        demand(recount == counter, f"{name}: {recount} {field} pages, the counter says {counter}")
+    demand(pool.order.sleepers or not pool.idle, f"{name}: idle pages, and nobody is queued to give them up")
 
 
 def _check_lengths(seq: Sequence) -> None:
@@ -81,7 +135,8 @@ def _check_lengths(seq: Sequence) -> None:
         demand(empty, f"{seq!r} holds something before its first resume")
         return
     lent = seq._lent
-    demand(lent is None or (lent.alive and lent.pinned and lent.slot == seq._slot), f"{seq!r}: its lent state is lost")
+    lends = lent is None or (lent.alive and lent.pinned and (seq._age or lent.slot == seq._slot))
+    demand(lends, f"{seq!r}: its lent state is lost")
     page_size = seq._host.layout.page_size
     end = seq._node.start if seq._lends_tail else seq._node.end
     partial = seq.committed - end if seq._entered else len(seq._partial)
@@ -111,16 +166,15 @@ def _check_table(host: Host, seq: Sequence) -> None:
         demand((private > 0).all() and not table[stop:].any(), f"{what}: wrong private part of {table.tolist()}")
 
 
-def check_tree(tree: Retention, paths: list[HeldPath]) -> list[list[np.ndarray]]:
-    """Verifies structure, keys, counters and eviction queues.
+def check_tree(tree: Eviction, paths: list[HeldPath]) -> dict[PagePool, Count]:
+    """Verifies structure, keys and eviction queues.
 
     Args:
       tree: the tree.
-      paths: per sequence that holds something its deepest node (a tail it lent included) and the window page ranges
-        it holds: (group ordinal, first, stop).
+      paths: what each sequence and arrival has of it.
 
     Returns:
-      Per pool the page ids that the tree owns.
+      What the tree has in each pool of each tier, and why.
 
     Raises:
       IntegrityError: names the node and what differs.
@@ -128,44 +182,88 @@ def check_tree(tree: Retention, paths: list[HeldPath]) -> list[list[np.ndarray]]
     nodes = list(tree.nodes())
     known = set(nodes)
     holders, uses = _recount(tree, nodes, paths)
-    demand(all(node in known for node in holders), "a sequence's path is not in the tree")
-    owned: list[list[np.ndarray]] = [[] for _ in tree.pools]
-    held = [0] * len(tree.pools)
+    demand(all(node in known for node, _ in holders), "a sequence's path is not in the tree")
+    counts = {pool: Count([]) for pool in tree.all_pools()}
     for node in nodes:
-        _check_node(tree, node, holders.get(node, 0))
+        _check_node(tree, node, holders)
         for group, pool in zip(tree.groups, tree.group_pools, strict=True):
             if node.parent is None:
                 continue
             g, size = group.ordinal, tree.num_pages(node)
-            ids = node.pages[g][:size]
-            owned[pool.ordinal].append(ids[ids >= 0])
+            places = node.pages[g][:size]
             if group.window is None:
-                demand(len(ids) == size and (ids > 0).all(), f"node at {node.start}: holes in full attention")
-                held[pool.ordinal] += size if node.holders else 0
-                continue
-            counts = uses.get((node, g), np.zeros(size, np.int64))
-            demand(np.array_equal(node.uses[g][:size], counts), f"node at {node.start}: uses of window pages differ")
-            held[pool.ordinal] += int(np.count_nonzero((counts % NEEDED > 0) & (ids >= 0)))
-            idle = ((ids >= 0) & (counts == 0)).any()
-            queued = not tree.min_snapshot and (node, g) in pool.order.unneeded
-            demand(not idle or queued, f"node at {node.start}: idle window pages are neither freed nor queued")
+                _check_full(node, places)
+                held, stays = np.full(size, node.holders > 0), np.full(size, node.holders + node.keepers > 0)
+            else:
+                known_uses = uses.get((node, g), np.zeros(size, np.int64))
+                same = np.array_equal(node.uses[g][:size], known_uses)
+                demand(same, f"node at {node.start}: uses of window pages differ")
+                held, stays = (known_uses & HOLDS) > 0, (known_uses & STAYS) > 0
+                _check_queues(tree, node, g, places, known_uses)
+            _count_tree(tree, pool, places, held, stays, counts)
         if tree.state_pool is not None:
-            owned[tree.state_pool.ordinal] += [np.array([e.slot], np.int32) for e in node.endpoints]
-            held[tree.state_pool.ordinal] += sum(e.pinned for e in node.endpoints)
-    for pool in tree.pools:
-        count = sum(map(len, owned[pool.ordinal]))
-        demand(count == pool.tree, f"pool {pool.name!r}: {count} pages in the tree, the counter says {pool.tree}")
-        recount = held[pool.ordinal]
-        demand(recount == pool.held, f"pool {pool.name!r}: {recount} held pages, the counter says {pool.held}")
+            slots = np.array([e.slot for e in node.endpoints], np.int32)
+            pinned = np.array([e.pinned for e in node.endpoints], np.int64)
+            _count_tree(tree, tree.state_pool, slots, pinned == HELD, pinned > 0, counts)
+            queued = all(
+                (e, -1) in tree.state_pool.order.kept for e in node.endpoints if e.pinned == KEPT and e.slot < HOST
+            )
+            demand(queued, f"node at {node.start}: a kept snapshot is not queued to move down")
+    for pool in tree.all_pools():
         _check_order(pool.order, known)
-    return owned
+    return counts
+
+
+def _count_tree(
+    tree: Eviction,
+    pool: PagePool,
+    places: np.ndarray,
+    held: np.ndarray,
+    stays: np.ndarray,
+    counts: dict[PagePool, Count],
+) -> None:
+    """Adds the tree's `places`, of which sequences hold or keep some."""
+    for tier in tree.tiers(pool):
+        here, count = (places >= HOST) if tier.offset else (places > 0) & (places < HOST), counts[tier]
+        count.places.append(places[here] - tier.offset)
+        count.tree += int(np.count_nonzero(here))
+        if tier.offset:
+            count.held += int(np.count_nonzero(here & stays))
+        else:
+            count.held += int(np.count_nonzero(here & held))
+            count.kept += int(np.count_nonzero(here & stays & ~held))
+
+
+def _check_full(node: Node, places: np.ndarray) -> None:
+    """Full attention has no holes, and along a path first pages on the device, then pages in host memory."""
+    where, warm = f"node at {node.start}", node.device
+    demand((places > 0).all(), f"{where}: holes in full attention")
+    parted = (places[:warm] < HOST).all() and (places[warm:] >= HOST).all()
+    demand(parted, f"{where}: {warm} pages on the device, its places are {places.tolist()}")
+    above = node.parent
+    whole = above.parent is None or above.device * len(above.key) >= 4 * above.size
+    demand(not warm or whole, f"{where}: on the device below host memory")
+    demand(not node.holders or warm == len(places), f"{where}: an active sequence's path is not on the device")
+
+
+def _check_queues(tree: Eviction, node: Node, g: int, places: np.ndarray, uses: np.ndarray) -> None:
+    """Window pages that may leave a tier for no endpoint's sake are queued there."""
+    where = f"node at {node.start}"
+    for tier in tree.tiers(tree.group_pools[g]):
+        here = (places >= HOST) if tier.offset else (places > 0) & (places < HOST)
+        idle = (here & (uses == 0)).any()
+        queued = not tree.min_snapshot and (node, g) in tier.order.unneeded
+        demand(not idle or queued, f"{where}: idle window pages are neither freed nor queued")
+        if tree.has_host and not tier.offset:
+            kept = (here & ((uses & HOLDS) == 0) & ((uses & STAYS) > 0)).any()
+            demand(not kept or (node, g) in tier.order.kept, f"{where}: kept window pages are not queued to move down")
 
 
 def _recount(
-    tree: Retention, nodes: list[Node], paths: list[HeldPath]
-) -> tuple[dict[Node, int], dict[tuple[Node, int], np.ndarray]]:
-    """Holders per node, and uses per (node, window group), from the sequences and the endpoints."""
-    holders: dict[Node, int] = {}
+    tree: Eviction, nodes: list[Node], paths: list[HeldPath]
+) -> tuple[dict[tuple[Node, int], int], dict[tuple[Node, int], np.ndarray]]:
+    """Holders per (node, how), and uses per (node, window group), from the sequences and the endpoints."""
+    holders: dict[tuple[Node, int], int] = {}
     uses: dict[tuple[Node, int], np.ndarray] = {}
 
     def add(node: Node, g: int, first: int, stop: int, amount: int) -> None:
@@ -173,11 +271,11 @@ def _recount(
             counts = uses.setdefault((current, g), np.zeros(tree.num_pages(current), np.int64))
             counts[a:b] += amount
 
-    for deepest, ranges in paths:
-        for current in path_to(deepest):
-            holders[current] = holders.get(current, 0) + 1
-        for g, first, stop in ranges:
-            add(deepest, g, first, stop, HELD)
+    for path in paths:
+        for current in path_to(path.node):
+            holders[current, path.how] = holders.get((current, path.how), 0) + 1
+        for g, first, stop in path.windows:
+            add(path.node, g, first, stop, path.how)
     for node in nodes:
         for endpoint in node.endpoints:
             for group in tree.windows:
@@ -193,17 +291,21 @@ def _check_order(order: EvictionOrder, known: set[Node]) -> None:
         demand(node in known, "an unlinked node is queued for eviction")
     for endpoint in order.superseded:
         demand(endpoint.alive, "a lost endpoint is queued for eviction")
-    for item in order.items():
+    for item in [*order.items(), *(item for item, _ in order.kept)]:
         alive = item in known if isinstance(item, Node) else item.alive
         demand(alive, "something that is gone has a rank for eviction")
 
 
-def _check_node(tree: Retention, node: Node, holders: int) -> None:
+def _check_node(tree: Eviction, node: Node, holders: dict[tuple[Node, int], int]) -> None:
     where = f"node at {node.start}"
-    demand(node.holders == holders, f"{where}: {holders} holders, the counter says {node.holders}")
+    for name, how, counter in (("holders", HELD, node.holders), ("keepers", KEPT, node.keepers)):
+        count = holders.get((node, how), 0)
+        demand(counter == count, f"{where}: {count} {name}, the counter says {counter}")
+    warm = sum(child.device > 0 for child in node.children.values())
+    demand(node.warm == warm, f"{where}: {warm} children on the device, the counter says {node.warm}")
     if node.parent is None:
         demand(tree.roots.get(node.key) is node, f"{where}: not the root of its scope")
-        demand(node.children or node.holders, f"{where}: a bare root stays in the tree")
+        demand(node.children or node.holders or node.keepers, f"{where}: a bare root stays in the tree")
         demand(not node.endpoints, f"{where}: an endpoint on a root")
     else:
         _check_run(tree, node, node.parent, where)
@@ -213,7 +315,7 @@ def _check_node(tree: Retention, node: Node, holders: int) -> None:
     _check_endpoints(tree, node, where)
 
 
-def _check_run(tree: Retention, node: Node, parent: Node, where: str) -> None:
+def _check_run(tree: Eviction, node: Node, parent: Node, where: str) -> None:
     tail = node.size < tree.page_size
     demand(parent.children.get(node.key) is node, f"{where}: not its parent's child")
     demand(node.key == node.tokens[: min(node.size, tree.page_size)].tobytes(), f"{where}: wrong key")
@@ -223,17 +325,26 @@ def _check_run(tree: Retention, node: Node, parent: Node, where: str) -> None:
     demand(not tail or not node.children, f"{where}: a tail with children")
     present = sum(int(np.count_nonzero(ids[: tree.num_pages(node)] >= 0)) for ids in node.pages)
     demand(present == node.resident, f"{where}: {present} pages, the counter says {node.resident}")
-    kept = present or node.endpoints or node.children or node.holders
+    kept = present or node.endpoints or node.children or node.holders or node.keepers
     demand(kept, f"{where}: a bare node stays in the tree")
     if tree.full_pool is not None:
-        order = tree.full_pool.order
-        leaf = not node.holders and not node.children
-        demand(leaf == order.ranked(node), f"{where}: evictable {leaf}, ranked {order.ranked(node)}")
-        queued = (node, tree.full) in order.unneeded
-        demand(queued or not (leaf and tree.dead_pages(node)), f"{where}: dead pages are not queued")
+        _check_ranks(tree, node, where)
 
 
-def _check_endpoints(tree: Retention, node: Node, where: str) -> None:
+def _check_ranks(tree: Eviction, node: Node, where: str) -> None:
+    """The ends of what can leave a tier, and nothing else, are ranked there."""
+    device_leaf = not node.holders and node.device > 0 and not node.warm
+    host_leaf = not node.holders and not node.children and node.device < tree.num_pages(node)
+    for tier, is_leaf in zip(tree.tiers(tree.full_pool), (device_leaf, host_leaf), strict=False):
+        leaf = is_leaf and not node.keepers
+        demand(leaf == tier.order.ranked(node), f"{where}: evictable {leaf}, ranked {tier.order.ranked(node)}")
+        queued = (node, tree.full) in tier.order.unneeded
+        demand(queued or not (leaf and tree.dead_pages(node, tier)), f"{where}: dead pages are not queued")
+    queued = (node, tree.full) in tree.full_pool.order.kept
+    demand(queued == bool(device_leaf and node.keepers), f"{where}: kept pages, queued to move down: {queued}")
+
+
+def _check_endpoints(tree: Eviction, node: Node, where: str) -> None:
     positions = [endpoint.position for endpoint in node.endpoints]
     demand(positions == sorted(set(positions)), f"{where}: endpoints at {positions}")
     for endpoint in node.endpoints:

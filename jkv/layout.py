@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from jkv.config import AttentionLayer, Buffer, CacheConfig, RecurrentLayer
+from jkv.config import AttentionLayer, Buffer, CacheConfig, DeviceTier, HostTier, RecurrentLayer
 from jkv.errors import ConfigError
 
 # The default split of a byte budget gives each sequence two snapshots: where the next one with this prompt
 # starts, and where this conversation goes on.
 SNAPSHOTS_PER_SEQUENCE = 2
 INT32_MAX = 2**31 - 1
+
+# A place is where a page, or a state, lies: its id on the device, or HOST + its id in host memory. Both count from 1.
+HOST = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,13 +202,39 @@ def _split_bytes(budget: int, pools: list[Pool], groups: list[Group], config: Ca
     return [spare * need // sequence_bytes + n for need, n in zip(needs, live, strict=True)]
 
 
-def _given_pages(pages: int | Mapping[str, int] | None, pools: list[Pool], groups: list[Group]) -> list[int]:
+def _given_pages(tier: DeviceTier | HostTier, pools: Sequence[Pool], groups: Sequence[Group]) -> list[int]:
+    pages = tier.pages
     if not isinstance(pages, Mapping):
         return [pages or 0] * len(pools)
     names = [group.name for group in groups]
     if set(pages) != set(names):
-        raise ConfigError(f"DeviceTier.pages names the groups {sorted(pages)}; the layers make {names}")
+        raise ConfigError(f"{type(tier).__name__}.pages names the groups {sorted(pages)}; the layers make {names}")
     return [sum(pages[group] for group in pool.groups) for pool in pools]
+
+
+def host_pages(layout: Layout, tier: HostTier | None) -> tuple[int, ...]:
+    """Pages, or snapshots, of host memory per pool: as many as `tier` says; None: none.
+
+    Of bytes each pool gets what the same number of sequences of max_length need, as on the device, and at least one.
+
+    Raises:
+      ConfigError: too few bytes for a page of each pool, other groups than the layout's, or too many pages.
+    """
+    if tier is None:
+        return (0,) * len(layout.pools)
+    if tier.bytes is None:
+        counts = _given_pages(tier, layout.pools, layout.groups)
+    else:
+        least = sum(pool.page_bytes for pool in layout.pools)
+        if tier.bytes < least:
+            raise ConfigError(f"HostTier.bytes={tier.bytes} is too small: a page of each pool takes {least} bytes")
+        needs = [_pages_per_sequence(pool, list(layout.groups), layout.config) for pool in layout.pools]
+        shared = sum(need * pool.page_bytes for need, pool in zip(needs, layout.pools, strict=True))
+        counts = [1 + (tier.bytes - least) * need // shared for need in needs]
+    for pool, count in zip(layout.pools, counts, strict=True):
+        if count >= HOST:
+            raise ConfigError(f"HostTier: {count} pages of pool {pool.name!r}; at most {HOST - 1}")
+    return tuple(counts)
 
 
 def _make_groups(config: CacheConfig) -> tuple[list[Group], list[Pool]]:
@@ -241,11 +270,11 @@ def _geometry(buffers: Mapping[str, Buffer], page_size: int) -> tuple:
 
 def _sized(config: CacheConfig, pools: list[Pool], groups: list[Group]) -> list[Pool]:
     """The pools with as many pages as the tier says; ConfigError where that is too few, or too many for int32."""
-    tier = config.tiers[0]
+    tier = config.device_tier
     if tier.bytes is not None:
         counts = _split_bytes(tier.bytes, pools, groups, config)
     else:
-        counts = _given_pages(tier.pages, pools, groups)
+        counts = _given_pages(tier, pools, groups)
     sized = [dataclasses.replace(pool, num_pages=count) for pool, count in zip(pools, counts, strict=True)]
     for pool in sized:
         if pool.recurrent and pool.num_pages < config.max_sequences:
@@ -253,8 +282,8 @@ def _sized(config: CacheConfig, pools: list[Pool], groups: list[Group]) -> list[
                 f"DeviceTier.pages: {pool.num_pages} state slots for max_sequences={config.max_sequences}; every row "
                 f"needs a live state, so at least {config.max_sequences} (more, to keep snapshots)"
             )
-        if pool.num_rows * (1 if pool.recurrent else config.page_size) > INT32_MAX:
-            what = f"slots and {pool.scratch} candidates" if pool.recurrent else f"pages of {config.page_size} tokens"
+        what = f"slots and {pool.scratch} candidates" if pool.recurrent else f"pages of {config.page_size} tokens"
+        if pool.num_rows * (1 if pool.recurrent else config.page_size) > INT32_MAX or pool.num_rows > HOST:
             raise ConfigError(f"pool {pool.name!r}: {pool.num_pages} {what} exceed int32 indices")
     return sized
 

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 
 from jkv.apply import apply
 from jkv.batches import Batch, Batches
-from jkv.config import CacheConfig, Scope, as_counts, as_tokens, require_int
-from jkv.errors import ConfigError, SequenceStateError
+from jkv.config import (
+    CacheConfig,
+    DeviceTier,
+    HostTier,
+    Scope,
+    StoreTier,
+    as_counts,
+    as_tokens,
+    require_int,
+)
+from jkv.errors import CacheError, ConfigError, SequenceStateError
+from jkv.eviction import Eviction
 from jkv.holdings import Candidates, Host
 from jkv.integrity import check_host
-from jkv.layout import make_layout
+from jkv.layout import Layout, Pool, host_pages, make_layout
 from jkv.ledger import Ledger
 from jkv.pages import PagePool
 from jkv.plan import NO_CANDIDATES, PlanBuilder
 from jkv.radix import Match
 from jkv.ragged import Ragged, make_ragged
-from jkv.retention import Retention
-from jkv.sequence import Sequence, Status, find
-from jkv.state import CacheState, init_state
-from jkv.stats import CacheStats, Counters, PoolStats
+from jkv.resizing import graft, move_together, shrink
+from jkv.sequence import WAITING, Sequence, find_everywhere
+from jkv.state import CacheState, init_state, resized_state
+from jkv.stats import CacheStats, Counters, Moves, PoolStats, TierStats
+from jkv.tiers.host import HostMemory
+from jkv.tiers.store import Store
 
 NO_ENTRIES = np.zeros(0, np.int32)
 NO_SCOPE = Scope()
@@ -59,21 +72,26 @@ class CacheManager:
             raise ConfigError("CacheManager.mesh: sharded pools are not supported, pass None")
         self.config = config
         self.layout = make_layout(config)
+        tier = config.host_tier
+        self._host_pages = host_pages(self.layout, tier)
+        self._store = Store(config.store_tier, self.layout) if config.store_tier else None
+        self._memory = HostMemory(self.layout, self._host_pages, tier.staging, self._store) if tier else None
         self._counters = Counters()
         self._snapshots_evicted = 0  # by trees of earlier lives
-        self._evicted = {pool.name: 0 for pool in self.layout.pools}
+        self._moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
+        self._released = False
         self._start_over()
 
     def _start_over(self) -> None:
         layout = self.layout
-        pools = [PagePool(pool) for pool in layout.pools]
+        pools = [self._page_pool(pool) for pool in layout.pools]
         slots = np.zeros(layout.max_sequences, np.int32)
         candidates = Candidates.of(layout)
-        builder = PlanBuilder(layout, self._table_of, slots, candidates.shown if candidates else NO_CANDIDATES)
+        builder = self._make_builder(layout, slots, candidates)
         self._host = Host(
             layout=layout,
             pools=pools,
-            tree=Retention(layout, pools),
+            tree=Eviction(layout, pools, builder, self._store),
             counters=self._counters,
             builder=builder,
             rows=[None] * layout.max_sequences,
@@ -84,8 +102,18 @@ class CacheManager:
             ledger=Ledger(layout),
             sequences={},
             prompting={},
+            shelf=self._store,
+            memory=self._memory,
         )
         self._batches = Batches(self._host)
+
+    def _make_builder(self, layout: Layout, slots: np.ndarray, candidates: Candidates | None) -> PlanBuilder:
+        shown = candidates.shown if candidates else NO_CANDIDATES
+        return PlanBuilder(layout, self._table_of, slots, shown, self._host_pages if self._memory else ())
+
+    def _page_pool(self, pool: Pool) -> PagePool:
+        below = PagePool(pool, num_pages=self._host_pages[pool.ordinal]) if self._memory else None
+        return PagePool(pool, below)
 
     def _table_of(self, row: int, group: int) -> np.ndarray:
         owner = self._host.rows[row]
@@ -98,23 +126,147 @@ class CacheManager:
         return init_state(self.layout)
 
     def reset(self) -> CacheState:
-        """The device state was lost or deleted: closes all sequences, forgets what the device held.
+        """The device state was lost, deleted or released: closes all sequences, forgets what the device held.
 
         As after a jitted step that failed once it had been given the donated state. Do not go on with the old one.
+        What lies in host memory with all that comes before it stays reusable, and what is in the store.
 
         Returns:
           A fresh state of the same shapes: nothing recompiles.
         """
-        for seq in list(self._host.sequences):
+        host = self._host
+        for seq in list(host.sequences):
             seq._abandon()
         self._keep_totals()
         self._start_over()
+        if self._memory is not None:
+            self._memory.wait()
+            graft(host.tree, self._host.tree, {*host.builder.host_destinations(), *self._memory.lost})
+        self._released = False
         return self.init()
 
     def _keep_totals(self) -> None:
         self._snapshots_evicted += self._host.tree.snapshots_evicted
-        for pool in self._host.pools:
-            self._evicted[pool.name] += pool.evicted
+        for pool in self._host.tree.all_pools():
+            key = pool.name, bool(pool.offset)
+            self._moved[key] = self._moved[key].with_those_of(pool)
+
+    def release(self, state: CacheState) -> None:
+        """Gives the device's memory back, before training for instance; only `reset` is valid next.
+
+        Closes all sequences, offloads what lower tiers take, has the store, if there is one, keep a copy of everything,
+        waits until all has arrived, and deletes the state's arrays.
+
+        Args:
+          state: the latest state.
+
+        Raises:
+          SequenceStateError: the state was donated to an earlier call.
+        """
+        self._check_state("release", state)
+        for seq in list(self._host.sequences):
+            seq.close()
+        tree = self._host.tree
+        if self._memory is not None:
+            for pool in self._host.pools:
+                tree.make_free(pool, pool.free + pool.evictable)
+        if self._store is not None:
+            tree.persist_all()
+            self._store.patient = True
+        try:
+            state = self._carried_out(state)
+            if self._memory is not None:
+                self._memory.wait()
+            if self._store is not None:
+                self._store.flush()
+        finally:
+            if self._store is not None:
+                self._store.patient = False
+        self._released = True
+        for array in jax.tree.leaves(state):
+            array.delete()
+
+    def resize_tier(
+        self, state: CacheState, tier: str, *, bytes: int | None = None, pages: int | Mapping[str, int] | None = None
+    ) -> CacheState:
+        """Another size for a tier. Shrinking evicts what is worth least; what still fits is still right.
+
+        Args:
+          state: the latest state; donated.
+          tier: "device", "host" or "store".
+          bytes, pages: as DeviceTier, HostTier and StoreTier take them; of the store bytes alone, None: no limit.
+
+        Returns:
+          The state from now on. With tier="device" its shapes are new, and steps compile anew.
+
+        Raises:
+          ConfigError: no such tier in the config, or a size that could never work.
+          OutOfPagesError: what sequences hold or keep does not fit. Nothing has changed.
+          SequenceStateError: the state was donated to an earlier call.
+        """
+        self._check_state("resize_tier", state)
+        if tier == "device":
+            return self._resize_device(state, DeviceTier(bytes, pages))
+        if tier == "host" and self.config.host_tier is not None:
+            return self._resize_host(state, HostTier(bytes, pages, self.config.host_tier.staging))
+        if tier == "store" and self._store is not None:
+            if pages is not None:
+                raise ConfigError(f"resize_tier('store', pages={pages!r}): a store's size is bytes")
+            self._reconfigure(StoreTier(self.config.store_tier.location, bytes))
+            self._store.resize(bytes)
+            return state
+        tiers = [name for name, there in self._tiers() if there]
+        raise ConfigError(f"resize_tier({tier!r}): the tiers are {', '.join(tiers)}")
+
+    def _tiers(self) -> tuple[tuple[str, bool], ...]:
+        return ("device", True), ("host", self._memory is not None), ("store", self._store is not None)
+
+    def _reconfigure(self, tier: DeviceTier | HostTier | StoreTier) -> None:
+        """`tier` takes the place of the one of its kind in the config."""
+        order = (DeviceTier, HostTier, StoreTier)
+        tiers = [old for old in self.config.tiers if type(old) is not type(tier)]
+        tiers = sorted([*tiers, tier], key=lambda each: order.index(type(each)))
+        self.config = dataclasses.replace(self.config, tiers=tuple(tiers))
+
+    def _resize_host(self, state: CacheState, tier: HostTier) -> CacheState:
+        host, totals = self._host, host_pages(self.layout, tier)
+        below = [pool.below for pool in host.pools]
+        shrink(host, below, totals)
+        state = self._carried_out(state)
+        self._memory.resize(totals, move_together(host, below, totals))
+        host.builder.host_pages = self._host_pages = totals
+        self._reconfigure(tier)
+        return state
+
+    def _resize_device(self, state: CacheState, tier: DeviceTier) -> CacheState:
+        host, old = self._host, self.config
+        self._reconfigure(tier)
+        try:
+            layout = make_layout(self.config)
+            totals = [pool.num_pages for pool in layout.pools]
+            shrink(host, host.pools, totals)
+        except CacheError:
+            self.config = old
+            raise
+        state = self._carried_out(state)
+        moved = move_together(host, host.pools, totals)
+        state = resized_state(state, layout, moved)
+        self.layout = host.layout = layout
+        host.builder = self._make_builder(layout, host.slots, host.candidates)
+        host.tree.builder = host.builder
+        host.builder.slots_changed = host.tree.state_pool is not None
+        host.builder.candidates_changed = host.candidates is not None
+        for seq in host.sequences:
+            seq._mark_all()
+        return state
+
+    def _carried_out(self, state: CacheState) -> CacheState:
+        """Applies what is pending."""
+        if not self._host.builder.empty:
+            plan = self._host.builder.build()
+            state = apply(state, plan) if self._memory is None else self._memory.dispatch(state, plan)
+            self._host.builder.clear()
+        return state
 
     def clear(self) -> None:
         """Drops everything reusable.
@@ -150,6 +302,8 @@ class CacheManager:
         Raises:
           ConfigError: bad ids, or a prompt longer than max_length.
         """
+        if self._released:
+            raise SequenceStateError("open: the device's memory was released; call reset first")
         ids = self._prompt(tokens)
         self._check_scope(scope)
         if max_reuse is not None:
@@ -165,7 +319,7 @@ class CacheManager:
         ids = self._prompt(tokens)
         self._check_scope(scope)
         limit = max(0, len(ids) - 1) if max_reuse is None else min(require_int("max_reuse", max_reuse, 0), len(ids))
-        return find(self._host, self._host.key(scope), ids, limit).match
+        return find_everywhere(self._host, self._host.key(scope), ids, limit)
 
     def _prompt(self, tokens: Any) -> np.ndarray:
         ids = as_tokens(tokens)
@@ -258,13 +412,10 @@ class CacheManager:
         return state, make_ragged(batch.rows, starts, wanted, tokens, rows)
 
     def _prepared(self, state: CacheState, batch: Batch) -> CacheState:
-        self._check_state(state)
-        builder = self._host.builder
+        self._check_state("prepare", state)
         if self._host.candidates is not None:
             self._batches.show_candidates(batch)
-        if not builder.empty:
-            state = apply(state, builder.build())
-            builder.clear()
+        state = self._carried_out(state)
         self._batches.put_in_flight(batch)
         return state
 
@@ -315,15 +466,15 @@ class CacheManager:
         """
         self._batches.commit(sequences, tokens, lengths)
 
-    def _check_state(self, state: CacheState) -> None:
+    def _check_state(self, operation: str, state: CacheState) -> None:
         if not isinstance(state, CacheState) or state.layout is not self.layout:
-            raise SequenceStateError("prepare: this state was not made by this manager's init")
+            raise SequenceStateError(f"{operation}: this state was not made by this manager's init")
         # one array of each part that a call donates as a whole
         (first_buffer, *_) = state.pools[0][0].values()
         for array in (first_buffer, *state.page_tables.values(), *state.state_slots.values()):
             if array.is_deleted():
                 raise SequenceStateError(
-                    "prepare: this state was donated to an earlier call; pass the state that call returned"
+                    f"{operation}: this state was donated to an earlier call; pass the state that call returned"
                 )
 
     # --- looking at it -----------------------------------------------------------------------------------------
@@ -331,20 +482,41 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Counters and the pools' present ownership."""
         host, counters = self._host, self._counters
-        evicted = {pool.name: self._evicted[pool.name] + pool.evicted for pool in host.pools}
-        pools = {
-            pool.name: PoolStats(pool.total, pool.free, pool.tree, pool.private, pool.evictable) for pool in host.pools
-        }
-        suspended = sum(seq.status is Status.SUSPENDED for seq in host.sequences)
+        tiers = {"device": self._tier_stats(host.pools, self._device_bytes())}
+        if self._memory is not None:
+            below = [pool.below for pool in host.pools]
+            tiers["host"] = self._tier_stats(below, self._memory.bytes, self._memory.failures)
+        if self._store is not None:
+            tiers["store"] = TierStats(**vars(self._store.stats()))
+        suspended = sum(seq.status in WAITING for seq in host.sequences)
         fields = dataclasses.asdict(counters)
         fields["lost_tokens"] = MappingProxyType(dict(counters.lost_tokens))
         return CacheStats(
             **fields,
             snapshots_evicted=self._snapshots_evicted + host.tree.snapshots_evicted,
-            evicted_pages=MappingProxyType(evicted),
-            pools=MappingProxyType(pools),
+            evicted_pages=tiers["device"].evicted,
+            pools=tiers["device"].pools,
+            tiers=MappingProxyType(tiers),
             active=host.active,
             suspended=suspended,
+        )
+
+    def _device_bytes(self) -> int:
+        return sum(pool.num_rows * pool.page_bytes for pool in self.layout.pools)
+
+    def _tier_stats(self, pools: list[PagePool], limit: int, failures: Mapping[str, int] | None = None) -> TierStats:
+        moves = {pool.name: self._moved[pool.name, bool(pool.offset)].with_those_of(pool) for pool in pools}
+        used = 0
+        for pool, geometry in zip(pools, self.layout.pools, strict=True):
+            used += (pool.total - pool.free) * geometry.page_bytes
+        return TierStats(
+            bytes=used,
+            limit=limit,
+            pools=MappingProxyType({p.name: PoolStats(p.total, p.free, p.tree, p.private, p.evictable) for p in pools}),
+            evicted=MappingProxyType({name: each.evicted for name, each in moves.items()}),
+            offloaded=MappingProxyType({name: each.offloaded for name, each in moves.items()}),
+            onboarded=MappingProxyType({name: each.onboarded for name, each in moves.items()}),
+            failures=MappingProxyType(dict(failures or {})),
         )
 
     def check(self) -> None:

@@ -1,21 +1,27 @@
-"""Free lists, ownership counters and the order of eviction of one pool.
+"""Free lists, ownership counters and the order of eviction of one pool, on the device or in host memory.
 
 Every page has exactly one owner: the free list, a tree node, or one sequence (its private pages):
 
-    total == free + tree + private          evictable == tree - held
+    total == free + tree + private
+
+    tree      evictable: it may be dropped | kept: by suspended sequences | held: by active ones
+    private                                  idle: of suspended sequences | of active ones
+                                             `- these may only move down -'
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
+from sortedcontainers import SortedDict
 
 from jkv.errors import IntegrityError
-from jkv.layout import Pool
+from jkv.layout import HOST, Pool
 
 
 class EvictionOrder:
@@ -30,14 +36,19 @@ class EvictionOrder:
                    `level` the largest such sum evicted so far (GreedyDual, Young 1994: no clock; what is cheap to
                    lose ages fast, what is dear slowly)
 
+    and what only may move down, once nothing else is left: pages of suspended sequences (`sleepers`, by priority, then
+    age), then tree pages that they keep (`kept`, oldest first).
+
     Items come and go eagerly, so what is ranked is still in the tree. What cannot give a page just now (its pages are
-    held, its slot is lent) the tree passes over and puts back. All operations are O(log n) amortised; the heap drops
-    stale entries lazily.
+    held or in another tier, its slot is lent) the tree passes over and puts back. All operations are O(log n)
+    amortised; the heap drops stale entries lazily.
     """
 
     def __init__(self) -> None:
         self.unneeded: OrderedDict[tuple[Any, int], None] = OrderedDict()  # (node, group)
         self.superseded: OrderedDict[Any, None] = OrderedDict()
+        self.kept: OrderedDict[tuple[Any, int], None] = OrderedDict()  # (node, group)
+        self.sleepers: SortedDict = SortedDict()  # (priority, age) -> suspended sequence
         self.level = 0
         self._heap: list[tuple[int, int, int, Any, int]] = []  # priority, score, serial, item, level at last use
         self._serials: dict[Any, int] = {}  # item -> serial of its valid heap entry
@@ -80,6 +91,7 @@ class EvictionOrder:
         """Forgets every item; the level stays."""
         self.unneeded.clear()
         self.superseded.clear()
+        self.kept.clear()
         self._heap.clear()
         self._serials.clear()
 
@@ -92,8 +104,34 @@ class EvictionOrder:
         return item in self._serials
 
 
+@dataclasses.dataclass(slots=True)
+class Claim:
+    """What a sequence is about to take in one pool.
+
+    Attributes:
+      fresh: device pages that it needs beside those of the tree.
+      held: device pages of the tree that could be evicted until now.
+      kept: device pages, kept until now or the sequence's own, that could move down.
+      cold: host pages that could be evicted until now.
+      onboard: host pages, these included, that move up.
+    """
+
+    fresh: int = 0
+    held: int = 0
+    kept: int = 0
+    cold: int = 0
+    onboard: int = 0
+
+
 class PagePool:
-    """The pages of one pool: a free stack, counters of who owns the rest, and the eviction order.
+    """The pages of one pool in one tier: a free stack, counters of who owns the rest, and the eviction order.
+
+    Args:
+      pool: its geometry.
+      below: where pages that leave go: the same pool one tier down; None: nowhere.
+      num_pages: pages, if not as many as the device has.
+
+    Ids count from 1 in each tier; the tree and the tables know pages by their place, `offset` + id.
 
     >>> import numpy as np
     >>> from jkv.layout import Pool
@@ -104,19 +142,30 @@ class PagePool:
     2
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, below: PagePool | None = None, num_pages: int | None = None):
         self.name = pool.name
         self.ordinal = pool.ordinal
-        self.total = pool.num_pages
+        self.below = below
+        self.offset = 0 if num_pages is None else HOST
+        self.total = pool.num_pages if num_pages is None else num_pages
         self.tree = 0  # pages owned by tree nodes
-        self.held = 0  # of these, pages that a sequence holds
+        self.held = 0  # of these, pages that must stay: an active sequence's; in host memory any sequence's
+        self.kept = 0  # of these, pages that only suspended sequences hold
+        self.idle = 0  # private pages of suspended sequences
         self.evicted = 0  # pages evicted so far
+        self.offloaded = 0  # of these, pages that moved down
+        self.onboarded = 0  # pages that came up
         self.order = EvictionOrder()
         self.free = self.total
         self._stack = np.arange(self.total, 0, -1, dtype=np.int32)  # [:free] is free; page 1 on top
         # one more entry than there are ids: 0 and -1 (which wraps to it) can never be freed
-        self._is_free = np.ones(pool.num_rows + 1, bool)
+        self._is_free = np.ones((self.total + 1 if self.offset else pool.num_rows) + 1, bool)
         self._is_free[self.total + 1 : -1] = False  # slots beyond belong to the rows, which swap them for others
+
+    @property
+    def num_ids(self) -> int:
+        """Ids from 0 on, those of the null page and of slots beyond the pool's own included."""
+        return len(self._is_free) - 1
 
     @property
     def private(self) -> int:
@@ -126,12 +175,28 @@ class PagePool:
     @property
     def evictable(self) -> int:
         """Pages that eviction could free."""
-        return self.tree - self.held
+        return self.tree - self.held - self.kept
 
     @property
     def available(self) -> int:
-        """Pages that an allocation can get: free or evictable."""
-        return self.free + self.tree - self.held
+        """Pages that an allocation can get: free, evictable, or a suspended sequence's that has room one tier down."""
+        count = self.free + self.tree - self.held - self.kept
+        if self.below is not None and (self.kept or self.idle):
+            count += min(self.kept + self.idle, self.below.available)
+        return count
+
+    def available_after(self, claim: Claim) -> int:
+        """`available`, once `claim` is held and has left host memory."""
+        count = self.free + self.tree - self.held - self.kept - claim.held
+        if self.below is not None:
+            room = self.below.available - claim.cold + claim.onboard
+            count += min(self.kept + self.idle - claim.kept, room)
+        return count
+
+    def stuck(self, own: int) -> int:
+        """Pages that an allocation cannot get, without `own` ones of a suspended sequence."""
+        room = self.below.available if self.below is not None else 0
+        return self.held + self.private - self.idle + max(0, self.kept + self.idle - own - room)
 
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` pages off the free stack: int32[count]. The caller has made sure that they are there."""
@@ -169,6 +234,41 @@ class PagePool:
         self._stack[self.free] = page
         self.free += 1
         self._is_free[page] = True
+
+    def adopt(self, ids: np.ndarray) -> None:
+        """`ids`, which are free, are in use by the caller from now on."""
+        self._is_free.put(ids, False)
+        self._restack()
+
+    def resize(self, total: int) -> np.ndarray:
+        """Another number of pages; those in use with an id that will not exist get a free one.
+
+        Returns:
+          int32[2, n]: [0] ids until now, [1] ids from now on.
+        """
+        last = len(self._is_free) - 2 + total - self.total  # slots beyond the pool's own count as in use
+        used = np.flatnonzero(~self._is_free[:-1])
+        if len(used) > last:
+            raise IntegrityError(f"pool {self.name!r}: {len(used)} pages in use, {total} asked for")
+        stays, old = used[used <= last], used[used > last]
+        new = np.setdiff1d(np.arange(1, last + 1), stays, assume_unique=True)[: len(old)]
+        self.total = total
+        self._is_free = np.ones(last + 2, bool)
+        self._is_free[stays] = self._is_free[new] = False
+        self._restack()
+        return np.stack((old, new)).astype(np.int32)
+
+    def _restack(self) -> None:
+        free = np.flatnonzero(self._is_free[1:-1]) + 1
+        self.free = len(free)
+        self._stack = np.zeros(self.total, np.int32)
+        self._stack[: self.free] = free[::-1]
+
+    def own(self, places: np.ndarray) -> np.ndarray:
+        """The ids of those of `places` that lie in this tier."""
+        if self.offset:
+            return places[places >= HOST] - HOST
+        return places if self.below is None else places[places < HOST]
 
     def free_pages(self) -> np.ndarray:
         """The free page ids: int32[free]."""

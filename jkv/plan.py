@@ -7,23 +7,47 @@ last write to a place wins:
     decided, in order      7 -> 3      9 -> 7      3 -> 5
     assignment             3 := [7]    7 := [9]    5 := [7]      ([x]: what x holds before the plan)
     carried out            7 -> 3      7 -> 5      9 -> 7        (readers of a place before its writer)
+
+Places are on the device or in host memory (`HOST` + id). Since every read sees what its source held before the plan,
+what crosses between the two needs no order: sources are read first, both here and there, then all is written.
+
+    assignment             device := device, ZERO    device := host    host := device, ZERO    host := host
+    in the plan            copies                    loads             saves                   moves
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from jkv.errors import IntegrityError
-from jkv.layout import INT32_MAX, Layout
+from jkv.layout import HOST, INT32_MAX, Layout
 
 ZERO = -1  # as a source: zeros
 UNUSED = INT32_MAX  # as a destination: dropped
 CHUNK = 8  # copies that the device gathers together before it scatters them
 SMALL_ENTRIES = 256
 NO_CANDIDATES = np.zeros((0, 2, 0), np.int32)
+Pages = Mapping[int, np.ndarray]  # {pool ordinal: int32[2, n]}: [0] sources, [1] destinations
+NO_PAGES: Pages = MappingProxyType({})
+NOTHING = ((), (), NO_PAGES, NO_PAGES, NO_PAGES)
+
+
+class Write(NamedTuple):
+    """A value for the store: what `place` of `pool` holds before the plan, under `key`.
+
+    Attributes:
+      pool: ordinal.
+      place: a device page, HOST + a host page, or ZERO.
+      key: "GROUP/NAME", see `jkv.tiers.store`.
+    """
+
+    pool: int
+    place: int
+    key: str
 
 
 class Plan(NamedTuple):
@@ -37,6 +61,10 @@ class Plan(NamedTuple):
       candidates: int32[max_sequences, 2, max_drafts + 1]: all of state_slots["candidates"]; None: unchanged.
       copies: int32[num_pools, 2, K] each: [p, 0] sources, [p, 1] destinations, in chunks of 8; source -1: zeros.
       num_copies: int32[num_pools] each.
+      saves: {pool ordinal: int32[2, n]}: [0] device pages, ZERO: zeros, to [1] host pages; no pool without any.
+      loads: the same, [0] host pages to [1] device pages.
+      moves: the same, [0] host pages to [1] host pages. Host pages are ids here, without HOST.
+      writes: values for the store.
     """
 
     entries: np.ndarray | None
@@ -46,6 +74,10 @@ class Plan(NamedTuple):
     candidates: np.ndarray | None
     copies: tuple[np.ndarray, ...]
     num_copies: tuple[np.ndarray, ...]
+    saves: Pages = NO_PAGES
+    loads: Pages = NO_PAGES
+    moves: Pages = NO_PAGES
+    writes: tuple[Write, ...] = ()
 
 
 def schedule(assignment: dict[int, int]) -> list[tuple[int, int]]:
@@ -102,6 +134,7 @@ class PlanBuilder:
         at `build`, so the last word on an entry wins.
       slots: int32[max_sequences], the live slots per row; read at `build`.
       candidates: int32[max_sequences, 2, max_drafts + 1], the candidate slots to show; read at `build`.
+      host_pages: pages of host memory per pool, for the range check; (): no host memory. May be set anew.
 
     >>> from jkv.config import AttentionLayer, CacheConfig, DeviceTier, kv_buffers
     >>> from jkv.layout import make_layout
@@ -118,6 +151,7 @@ class PlanBuilder:
         table_of: Callable[[int, int], np.ndarray],
         slots: np.ndarray,
         candidates: np.ndarray = NO_CANDIDATES,
+        host_pages: Sequence[int] = (),
     ):
         self._layout = layout
         self._table_of = table_of
@@ -132,7 +166,9 @@ class PlanBuilder:
         self._columns = np.arange(layout.max_pages, dtype=np.int32)
         widest = 2 * len(self._groups) * layout.max_pages
         self._large_entries = max(4 * SMALL_ENTRIES, -(-widest // SMALL_ENTRIES) * SMALL_ENTRIES)
+        self.host_pages = tuple(host_pages)
         self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
+        self._writes: list[Write] = []
         self._spans: dict[tuple[int, int], tuple[int, int]] = {}  # (row, group) -> table columns [start, stop)
         self.slots_changed = False
         self.candidates_changed = False
@@ -140,11 +176,13 @@ class PlanBuilder:
     @property
     def empty(self) -> bool:
         """Whether `build` would have nothing to say."""
-        return not (self._spans or self.slots_changed or self.candidates_changed or any(self._assignments))
+        return not (
+            self._spans or self.slots_changed or self.candidates_changed or any(self._assignments) or self._writes
+        )
 
     @property
     def num_copies(self) -> int:
-        """Pages and states that the plan will copy or zero."""
+        """Pages and states that the plan will copy, move between tiers or zero."""
         return sum(len(assignment) for assignment in self._assignments)
 
     def read(self, pool: int, source: int) -> int:
@@ -162,10 +200,24 @@ class PlanBuilder:
         """`destination` shall hold what `source` holds now."""
         self.write(pool, destination, self.read(pool, source))
 
+    def store(self, pool: int, place: int, key: str) -> None:
+        """What `place` holds now shall go to the store under `key`, "GROUP/NAME"."""
+        self._writes.append(Write(pool, self.read(pool, place), key))
+
+    def forget(self, pool: int, place: int) -> None:
+        """Nobody will read `place` any more: what it was to hold need not be written."""
+        self._assignments[pool].pop(place, None)
+
+    def host_destinations(self) -> list[tuple[int, int]]:
+        """The host pages that the next plan writes: (pool, id)."""
+        return [(pool, p - HOST) for pool, pending in enumerate(self._assignments) for p in pending if p >= HOST]
+
     def touches(self, pool: int, place: int) -> bool:
         """Whether the next plan reads or writes `place`."""
         assignment = self._assignments[pool]
-        return place in assignment or place in assignment.values()
+        if place in assignment or place in assignment.values():
+            return True
+        return any(write.pool == pool and write.place == place for write in self._writes)
 
     def mark(self, row: int, group: int, start: int, stop: int) -> None:
         """Table columns [start, stop) of `row` in the attention group of that ordinal have changed."""
@@ -181,6 +233,7 @@ class PlanBuilder:
         """A comparable picture of what is pending (tests: a refused call leaves it as it was)."""
         return (
             tuple(tuple(assignment.items()) for assignment in self._assignments),
+            tuple(self._writes),
             tuple(self._spans.items()),
             self.slots_changed,
             self.candidates_changed,
@@ -189,15 +242,17 @@ class PlanBuilder:
     def build(self) -> Plan:
         """The plan of everything pending. Nothing is forgotten until `clear`, so a failed dispatch loses nothing."""
         entries, num_entries, tables = self._build_entries()
-        copies, num_copies = self._build_copies()
+        copies, num_copies, saves, loads, moves = self._build_pages() if any(self._assignments) else NOTHING
         slots = self._checked_slots(self._slots) if self.slots_changed else None
         candidates = self._checked_slots(self._candidates) if self.candidates_changed else None
-        return Plan(entries, num_entries, tables, slots, candidates, copies, num_copies)
+        writes = self._checked_writes() if self._writes else ()
+        return Plan(entries, num_entries, tables, slots, candidates, copies, num_copies, saves, loads, moves, writes)
 
     def clear(self) -> None:
         """The built plan was dispatched."""
         for assignment in self._assignments:
             assignment.clear()
+        self._writes.clear()
         self._spans.clear()
         self.slots_changed = self.candidates_changed = False
 
@@ -258,10 +313,55 @@ class PlanBuilder:
             tables[group.name] = table
         return tables
 
-    def _build_copies(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        if not any(self._assignments):
-            return (), ()
-        moves = [schedule(assignment) if assignment else [] for assignment in self._assignments]
+    def _build_pages(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], Pages, Pages, Pages]:
+        """The plan's copies, num_copies, saves, loads and moves."""
+        on_device, saves, loads, moves = self._by_tier()
+        copies, num_copies = self._build_copies(on_device) if any(on_device) else ((), ())
+        return copies, num_copies, saves, loads, moves
+
+    def _by_tier(self) -> tuple[list[dict[int, int]], Pages, Pages, Pages]:
+        """The assignments that stay on the device, per pool, then saves, loads and moves."""
+        if not any(max(d) >= HOST or max(d.values()) >= HOST for d in self._assignments if d):
+            return self._assignments, NO_PAGES, NO_PAGES, NO_PAGES
+        on_device: list[dict[int, int]] = [{} for _ in self._assignments]
+        crossing: dict[tuple[bool, bool], dict[int, list[tuple[int, int]]]] = {}  # (source, destination) in host memory
+        for pool, assignment in enumerate(self._assignments):
+            for destination, source in assignment.items():
+                if source < HOST and destination < HOST:
+                    on_device[pool][destination] = source
+                else:
+                    kind = crossing.setdefault((source >= HOST, destination >= HOST), {})
+                    kind.setdefault(pool, []).append((source, destination))
+        saves, loads, moves = (
+            {pool: self._page_ids(pool, pairs) for pool, pairs in crossing.get(kind, {}).items()}
+            for kind in ((False, True), (True, False), (True, True))
+        )
+        return on_device, saves, loads, moves
+
+    def _page_ids(self, pool: int, pairs: list[tuple[int, int]]) -> np.ndarray:
+        """int32[2, n]: (source, destination) places as ids in their tiers."""
+        places = np.array(pairs, np.int64).T
+        self._check_places(pool, places[0], ZERO)
+        self._check_places(pool, places[1], 0)
+        return np.where(places >= HOST, places - HOST, places).astype(np.int32)
+
+    def _checked_writes(self) -> tuple[Write, ...]:
+        for write in self._writes:
+            self._check_places(write.pool, np.array([write.place], np.int64), ZERO)
+        return tuple(self._writes)
+
+    def _check_places(self, pool: int, places: np.ndarray, least: int) -> None:
+        size, host_pages = self._sizes[pool], self.host_pages[pool] if self.host_pages else 0
+        on_device = (least <= places) & (places < size)
+        wrong = places[~on_device & ~((places > HOST) & (places <= HOST + host_pages))]
+        if len(wrong):
+            raise IntegrityError(
+                f"pool {pool}: places {wrong.tolist()} neither in [{least}, {size}) on the device nor in host memory, "
+                f"HOST + [1, {host_pages}]"
+            )
+
+    def _build_copies(self, assignments: list[dict[int, int]]) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        moves = [schedule(assignment) if assignment else [] for assignment in assignments]
         for pool, (pairs, size) in enumerate(zip(moves, self._sizes, strict=True)):
             for source, destination in pairs:
                 if not (-1 <= source < size and (0 <= destination < size or destination == UNUSED)):

@@ -3,10 +3,12 @@
 A node is a *run* of whole pages, or a *tail* (one partial page, never extended, never a parent):
 
     tokens   [ t0 t1 t2 t3 | t4 t5 t6 t7 | ... ]     int32, `size` of them count
-    pages    full      [ 7 | 9 | ... ]               int32 per attention group, -1: a hole
-             window    [-1 | 4 | ... ]
-    uses     window    [ 0 | u | ... ]               int64: u = HELD x sequences + NEEDED x endpoints whose window
-                                                     covers the page
+    pages    full      [ 7 | HOST+9 | ... ]          int32 places per attention group, -1: a hole
+             window    [-1 | 4      | ... ]
+    uses     window    [ 0 | u      | ... ]          int64: u = HELD x active sequences + KEPT x suspended ones
+                                                     + NEEDED x endpoints whose window covers the page
+
+Tiers are prefix-closed in full attention: along a path come first pages on the device, then pages in host memory.
 
 Children are found by the exact bytes of their first page, so nothing can collide. Where siblings share only the
 head of their first page, the longest common head is at a neighbour in the sorted keys.
@@ -28,15 +30,17 @@ from typing import Any
 import numpy as np
 from sortedcontainers import SortedList
 
-from jkv.layout import Group, Layout
+from jkv.layout import HOST, Group, Layout
 
 _position = attrgetter("position")
 NO_SLOT = 0
 MAX_TIES = 8  # siblings looked at in each direction
 NO_TOKENS = np.empty(0, np.int32)
 HELD = 1
-NEEDED = 1 << 32
-HOLDS = NEEDED - 1  # mask of the holds in `uses`
+KEPT = 1 << 20
+NEEDED = 1 << 40
+HOLDS = KEPT - 1  # mask of the active sequences' holds in `uses`
+STAYS = NEEDED - 1  # mask of all sequences' holds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Endpoint:
         self.slot = slot  # of its snapshot; NO_SLOT without recurrent layers
         self.priority = priority
         self.extensions: list[Endpoint] = []  # next endpoints of sequences that went on from here: two at most
-        self.pinned = False  # its slot is still the live state of the sequence that left it
+        self.pinned = 0  # HELD, KEPT: its slot is still the live state of the active, suspended sequence that left it
         self.alive = True
 
 
@@ -83,8 +87,9 @@ class Node:
     """A run of whole pages, or a tail. See the module's picture."""
 
     __slots__ = (
-        "children", "endpoints", "first_page", "heads", "holders", "is_head", "key", "level", "marks", "order", "pages",
-        "parent", "priority", "resident", "serial", "size", "stale_heads", "start", "tokens", "uses",
+        "children", "cold_level", "device", "digests", "endpoints", "first_page", "heads", "holders", "is_head",
+        "keepers", "key", "level", "marks", "order", "pages", "parent", "priority", "resident", "serial", "size",
+        "stale_heads", "start", "stored", "tokens", "uses", "warm",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, key: Any, start: int, first_page: int, tokens: np.ndarray, serial: int):
@@ -105,10 +110,16 @@ class Node:
         self.stale_heads: dict[Node, None] = {}  # children for which that may have changed
         self.is_head = False
         self.marks: dict[bytes, list[Endpoint]] = {}  # endpoints inside a child's first page, by tokens up to there
+        self.device = 0  # full-attention pages on the device: the first ones
+        self.warm = 0  # children that have such pages
+        self.digests: list[bytes] = []  # of its pages, from the first on, as far as a store has asked for them
+        self.stored = 0  # up to here snapshots in the store need the pages
         # for eviction
-        self.holders = 0  # sequences whose path contains this node
+        self.holders = 0  # active sequences whose path contains this node
+        self.keepers = 0  # suspended ones
         self.priority = 0
         self.level = 0  # of the full pool's eviction order at the last use
+        self.cold_level = 0  # the same in host memory
 
     @property
     def end(self) -> int:
@@ -280,7 +291,13 @@ class RadixTree:
         parent, size, total = node.parent, pages * self.page_size, self.num_pages(node)
         head = self._make(parent, node.key, node.start, node.first_page, node.tokens[:size].copy())
         head.serial = node.serial
-        head.holders, head.priority, head.level = node.holders, node.priority, node.level
+        head.holders, head.keepers, head.priority = node.holders, node.keepers, node.priority
+        head.level, head.cold_level = node.level, node.cold_level
+        head.device = min(node.device, pages)
+        node.device -= head.device
+        head.warm = int(node.device > 0)
+        head.digests, node.digests = node.digests[:pages], node.digests[pages:]
+        head.stored = min(node.stored, node.start + size)
         for g, ids in enumerate(node.pages):
             head.pages.append(ids[:pages].copy())
             node.pages[g] = ids[pages:total].copy()
@@ -383,7 +400,7 @@ class RadixTree:
         root = self.roots.get(scope)
         if root is None or not len(tokens):
             return Hit(Match(), [root] if root else [], None)
-        path, covered = self._walk(root, tokens)
+        path, covered = self.walk(root, tokens)
         longest = path  # the path of the longest token match
         raw = covered
         if covered == path[-1].end:
@@ -400,10 +417,25 @@ class RadixTree:
             if self.recurrent:
                 attention = self._best(path, covered, tokens, cap, False)[0]
             limited_by = self._limit(longest, upper)
-        match = Match(hit, attention, raw, limited_by, {"device": hit} if hit else {})
+        match = Match(hit, attention, raw, limited_by, self._tier_tokens(hit_path, hit, endpoint))
         return Hit(match, hit_path if hit else [root], endpoint)
 
-    def _walk(self, root: Node, tokens: np.ndarray) -> tuple[list[Node], int]:
+    def _tier_tokens(self, path: list[Node], hit: int, endpoint: Endpoint | None) -> dict[str, int]:
+        """The tier of each of the first `hit` tokens, counted: that of its full-attention page.
+
+        Without full attention the snapshot's for all, or that of the last page.
+        """
+        if self.full is not None:
+            pages = sum(node.device for node in path if node.start < hit)
+            warm = min(hit, pages * self.page_size)
+        elif endpoint is not None:
+            warm = hit if endpoint.slot < HOST else 0
+        else:
+            last = self._last_page(path, 0, 0, -(-hit // self.page_size), present=True)
+            warm = hit if last < 0 or pages_on(path[-1], 0, last, last + 1)[0] < HOST else 0
+        return {tier: n for tier, n in (("device", warm), ("host", hit - warm)) if n}
+
+    def walk(self, root: Node, tokens: np.ndarray) -> tuple[list[Node], int]:
         """Nodes along `tokens`, and the tokens they share; the last node may be shared only in part."""
         page_size, total = self.page_size, len(tokens)
         node, covered, path = root, 0, [root]

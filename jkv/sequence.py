@@ -1,14 +1,16 @@
 """Sequence: the life of one request, from match to close.
 
     suspended ──resume──▶ active ──(reserve, prepare, step, commit or advance)*──▶ close
-        ▲                    │
-        └──────suspend───────┘
+     │  ▲  ▲                 │
+     ▼  │  └──────suspend────┘
+    loading
 
 One request's state is built up in layers, each a file that knows only those before it:
 
     Holdings       what it has in the tree and privately: publishing, lending, windows, copies
     Room           the pages that a capacity takes, window scratch, slots for planned snapshots
     Speculation    steps in flight, candidate states, marks
+    Suspension     what is kept without a row, and where it may go
     Sequence       the public calls, their conditions and their order; its row of the ledger
 
 NumPy only.
@@ -24,12 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from jkv.arrivals import Arrival, Find, begin, end, leave, look_up
 from jkv.config import Scope, as_tokens, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.holdings import Host
 from jkv.ledger import NEVER
-from jkv.radix import NO_SLOT, Hit, Match, node_of, path_to
-from jkv.speculation import Mark, Speculation
+from jkv.radix import NO_SLOT, Hit, Match, Node, node_of, path_to
+from jkv.speculation import Mark
+from jkv.suspension import Suspension
 
 
 class Status(enum.StrEnum):
@@ -41,10 +45,14 @@ class Status(enum.StrEnum):
 
     ACTIVE = "active"
     SUSPENDED = "suspended"
+    LOADING = "loading"  # suspended, and what it can reuse is being read from the store
     CLOSED = "closed"
 
 
-class Sequence(Speculation):
+WAITING = (Status.SUSPENDED, Status.LOADING)
+
+
+class Sequence(Suspension):
     """One request's view of the cache; made by `CacheManager.open`. Lengths count tokens.
 
     >>> import jkv, jax.numpy as jnp
@@ -62,6 +70,10 @@ class Sequence(Speculation):
       row: row of the page tables while active, else None. Steps take rows from `prepare` only.
       status: Status.
     """
+
+    # Here and not in __init__, as in Speculation.
+    _arrival: Arrival | None = None  # what is being read from the store for us
+    _landed: Find | None = None  # what was read
 
     def __init__(self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool):
         super().__init__(host, host.key(scope), priority)
@@ -105,7 +117,7 @@ class Sequence(Speculation):
         """What was reused; before the first successful resume, what would be reused now."""
         if self._match is not None:
             return self._match
-        return find(self._host, self._scope, self._prompt, self._max_reuse).match
+        return find_everywhere(self._host, self._scope, self._prompt, self._max_reuse)
 
     @property
     def snapshot_points(self) -> tuple[int, ...]:
@@ -146,29 +158,129 @@ class Sequence(Speculation):
     def resume(self) -> bool:
         """Gets a row; the first time also matches, holds what is reused and plans private copies: one step.
 
+        What is reused comes to the device with the next plan. What lies in the store has to be read first: this call
+        starts that, with status LOADING, and a later one succeeds.
+
         Returns:
           False: not now, nothing changed. Let others finish or suspend first.
 
         Raises:
-          SequenceStateError: the sequence is closed or active.
+          SequenceStateError: the sequence is closed or active; or part of it was lost on its way to host memory
+            (`stats().tiers["host"].failures`): close it, and open its tokens again.
         """
         host = self._host
-        if self.status is not Status.SUSPENDED:
+        if self.status not in WAITING:
             raise SequenceStateError(f"resume: {self!r} is {self.status.value}, not suspended")
+        if host.memory is not None and host.memory.failures:
+            self._face_losses()
         if not host.free_rows or self._too_full():
             return False
-        if self._match is None and not self._start():
+        if self._match is None:
+            if host.shelf is not None and not self._has_arrived():
+                return False
+            if not self._start():
+                return False
+        elif not self._wake_up():
             return False
         self._take_row()
         return True
+
+    def _face_losses(self) -> None:
+        """Nobody relies on what never arrived in host memory."""
+        host = self._host
+        lost, losses = set(host.memory.lost), sum(host.memory.failures.values())
+        if losses != host.losses:
+            host.losses = losses
+            host.tree.forget_lost(lost)
+        if self._match is not None and lost and self._has_any(lost):
+            raise SequenceStateError(
+                f"resume: part of {self!r} was lost on its way to host memory; close it, and open its tokens again"
+            )
+
+    def prefetch(self, tier: str) -> bool:
+        """Brings what a suspended sequence has, or would reuse now, up to `tier`, ahead of its `resume`.
+
+        Of a sequence that was never resumed nothing is held: what was brought up is young, but may be evicted again.
+
+        Args:
+          tier: "device"; "host": nothing is left in the store alone; or "store", where everything is already.
+
+        Returns:
+          True: it is there, or on its way from the store (status LOADING) with its room taken. False: no room now,
+          nothing changed.
+
+        Raises:
+          ConfigError: no such tier in the config.
+          SequenceStateError: the sequence is closed or active.
+        """
+        host = self._host
+        tiers = ["device", *["host"] * (host.memory is not None), *["store"] * (host.shelf is not None)]
+        if tier not in tiers:
+            raise ConfigError(f"prefetch({tier!r}): the tiers are {', '.join(tiers)}")
+        if self.status not in WAITING:
+            raise SequenceStateError(f"prefetch: {self!r} is {self.status.value}, not suspended")
+        if self._match is not None:
+            if tier == "device":
+                if not self._wake_up():
+                    return False
+                self._fall_asleep()
+            return True
+        if host.shelf is not None and tier != "store" and not self._has_arrived():
+            return True
+        hit = find(host, self._scope, self._prompt, self._max_reuse)
+        if tier != "store" and look_up(host, self._scope, self._prompt, self._max_reuse, hit).tokens > hit.match.tokens:
+            return False  # no room in host memory for what is in the store
+        return tier != "device" or self._warm_up(hit)
+
+    def _warm_up(self, hit: Hit) -> bool:
+        """Onboards what `hit` reuses; False: no room."""
+        tree = self._host.tree
+        node, _, whole = self._parts_of(hit)
+        if not whole or not tree.has_host:
+            return True
+        if not tree.can_claim(self._claims(node, whole)):
+            return False
+        self._node, self._published = self._hold_path(node, whole), whole
+        self._tables = [np.zeros(whole, np.int32) for _ in tree.groups]
+        self._onboard_path(self._node, whole)
+        for group in tree.windows:
+            for first, stop in self._live_ranges(group, 0, whole):
+                tree.release_window(self._node, group.ordinal, first, stop)
+        tree.release(self._node, self._priority)
+        self._node, self._published = None, 0
+        if hit.endpoint is not None:
+            tree.touch(hit.endpoint, self._priority)
+        return True
+
+    def _has_arrived(self) -> bool:
+        """Whether everything that could make our hit longer has been read; if not, status is LOADING."""
+        host, landed = self._host, False
+        if self._arrival is not None:
+            if not self._arrival.done:
+                return False
+            if host.arriving.get(self._arrival.keys[0]) is self._arrival:  # nobody else has landed it
+                end(host, self._arrival)
+                self._arrival.land()
+            landed = self._arrival.owner is self
+            self._landed, self._arrival = self._arrival.find, None
+        self.status = Status.SUSPENDED
+        if landed:
+            return True  # what is there now is what there is: no circle of reading and evicting
+        hit = find(host, self._scope, self._prompt, self._max_reuse)
+        if hit.match.tokens < self._max_reuse:
+            self._arrival = begin(host, self, self._scope, self._priority, self._prompt, self._max_reuse, hit)
+            if self._arrival is not None:
+                self.status = Status.LOADING
+            else:
+                host.shelf.refresh()  # for those who come next: other processes may have stored it meanwhile
+        return self.status is Status.SUSPENDED
 
     def _take_row(self) -> None:
         host = self._host
         self.row = host.free_rows.pop()
         host.rows[self.row] = self
         host.row_changes += 1
-        for group in host.layout.attention_groups:
-            self._mark(group.ordinal, 0, self._num_pages(self._capacity))
+        self._mark_all()
         self._reserved = self._length
         self._set_slot(self._slot)
         self.status = Status.ACTIVE
@@ -193,15 +305,7 @@ class Sequence(Speculation):
         tree, page_size = self._host.tree, self._host.layout.page_size
         hit = find(self._host, self._scope, self._prompt, self._max_reuse)
         length = hit.match.tokens
-        whole = length // page_size
-        node = source = None  # where the whole pages end; where the partly matched page lies
-        for candidate in hit.path:
-            if candidate.start < whole * page_size:
-                node = candidate
-            if candidate.start <= whole * page_size < length:
-                source = candidate
-        for group in tree.windows:
-            self._live_from[group.ordinal] = group.live_from(length, page_size)
+        node, source, whole = self._parts_of(hit)
         if not self._has_room(node, whole, source is not None):
             return False
 
@@ -218,11 +322,36 @@ class Sequence(Speculation):
         self._node, self._published = node, whole
         self._partial = self._prompt[whole * page_size : length].copy()
         self._committed = self._length = self._capacity = length
-        self._match = hit.match
+        self._match = self._with_store(hit.match)
         self._points = self._choose_points(hit.match.raw_tokens)
         if not self._retry:
             self._count_lookup(hit.match)
         return True
+
+    def _with_store(self, match: Match) -> Match:
+        """`match`, in which what was read from the store for us counts as the store's."""
+        if self._landed is None or self._host.tree.full is None:
+            return match
+        first = self._landed.covered * self._host.layout.page_size
+        count = min(max(0, min(match.tokens, self._landed.end) - first), match.tier_tokens.get("host", 0))
+        if not count:
+            return match
+        tiers = {**match.tier_tokens, "host": match.tier_tokens["host"] - count, "store": count}
+        return dataclasses.replace(match, tier_tokens={tier: n for tier, n in tiers.items() if n})
+
+    def _parts_of(self, hit: Hit) -> tuple[Node | None, Node | None, int]:
+        """Where the whole pages of `hit` end, where its partly matched page lies, and how many whole pages it has."""
+        node = source = None
+        page_size, length = self._host.layout.page_size, hit.match.tokens
+        whole = length // page_size
+        for candidate in hit.path:
+            if candidate.start < whole * page_size:
+                node = candidate
+            if candidate.start <= whole * page_size < length:
+                source = candidate
+        for group in self._host.tree.windows:
+            self._live_from[group.ordinal] = group.live_from(length, page_size)
+        return node, source, whole
 
     @property
     def _is_prompting(self) -> bool:
@@ -645,7 +774,9 @@ class Sequence(Speculation):
             self._slide()
 
     def suspend(self) -> None:
-        """Gives up the row; pages and the live state stay. `resume` brings it back.
+        """Gives up the row; pages and the live state are kept. `resume` brings it back.
+
+        With a HostTier all of it may move to host memory when others need the room.
 
         Raises:
           SequenceStateError: not active, or a step is in flight.
@@ -654,6 +785,7 @@ class Sequence(Speculation):
         if self._in_flight:
             raise SequenceStateError(f"suspend: {self!r} has a step in flight; report it with advance or commit first")
         self._leave_row()
+        self._fall_asleep()
         self.status = Status.SUSPENDED
 
     def close(self) -> None:
@@ -661,7 +793,12 @@ class Sequence(Speculation):
         if self.status is Status.CLOSED:
             return
         self._take_back()
+        if self._arrival is not None:
+            leave(self._host, self._arrival, self)
+            self._arrival = None
         if self._node is not None:
+            if self._age:
+                self._stir()
             if not self._stopped:
                 self._stop(closing=True)
             if self._marks:
@@ -692,6 +829,12 @@ class Sequence(Speculation):
             host.slots[row] = NO_SLOT
             host.builder.slots_changed = True
         self.row = None
+
+
+def find_everywhere(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int) -> Match:
+    """The match of `tokens` in all tiers."""
+    hit = find(host, scope, tokens, limit)
+    return look_up(host, scope, tokens, limit, hit)
 
 
 def find(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int) -> Hit:

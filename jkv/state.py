@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +121,32 @@ def init_state(layout: Layout, mesh: Mesh | None = None) -> CacheState:
         state_slots={name: zeros(shape, int32) for name, shape in slot_shapes.items()},
         layout=layout,
     )
+
+
+def resized_state(state: CacheState, layout: Layout, moved: Mapping[int, np.ndarray]) -> CacheState:
+    """The state with pools of other sizes, and the same contents.
+
+    Args:
+      state: its pools that change are deleted, one array after the other.
+      layout: the same geometry with other page counts.
+      moved: {pool ordinal: int32[2, n]}: pages that are [1] in the new pools, and [0] in the old ones; others keep
+        their ids, what lies beyond the new size is dropped.
+    """
+
+    def resized(array: jax.Array, rows: int, pairs: np.ndarray) -> jax.Array:
+        index = np.minimum(np.arange(rows, dtype=np.int32), len(array) - 1)
+        index[pairs[1]] = pairs[0]
+        sharding = array.sharding
+        result = jax.device_put(array.at[jnp.asarray(index)].get(mode="clip"), sharding)
+        array.delete()
+        return result
+
+    pools = list(state.pools)
+    for old, new in zip(state.layout.pools, layout.pools, strict=True):
+        if old.num_rows != new.num_rows:
+            pairs = moved.get(new.ordinal, np.zeros((2, 0), np.int32))
+            pools[new.ordinal] = tuple(
+                {name: resized(array, new.num_rows, pairs) for name, array in arrays.items()}
+                for arrays in state.pools[new.ordinal]
+            )
+    return dataclasses.replace(state, pools=tuple(pools), layout=layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,38 @@ class PoolStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class TierStats:
+    """One tier now, and what moved since the manager was made.
+
+    Attributes:
+      bytes: in use, null pages and headers included.
+      limit: bytes at most; None: no limit.
+      pools: {pool: PoolStats}; of the store {}.
+      evicted: {pool: pages, or slots, that eviction freed here}.
+      offloaded: {pool: of these, those that moved one tier down}.
+      onboarded: {pool: pages, or states, that came here from one tier down}.
+      entries: of the store: pages and states that it has.
+      writes, reads: of the store: values that went out and came in.
+      skipped: of the store: values not written, since too many were on their way.
+      failures: {kind: how often}: what went wrong between here and the tier above. Nothing of it was fatal.
+      off: the store cannot be written to at all, and is not tried for a while.
+    """
+
+    bytes: int
+    limit: int | None
+    pools: Mapping[str, PoolStats] = dataclasses.field(default_factory=dict)
+    evicted: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    offloaded: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    onboarded: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    entries: int = 0
+    writes: int = 0
+    reads: int = 0
+    skipped: int = 0
+    failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    off: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheStats:
     """Totals since the manager was made, except `pools`, `active` and `suspended`, which are of now.
 
@@ -33,8 +66,9 @@ class CacheStats:
       snapshots_taken: snapshots that were taken, by copy or by handing over a live state.
       snapshots_skipped: asked for, but no slot could be had or the state had moved on.
       snapshots_evicted: snapshots that made room.
-      evicted_pages: {pool: pages, or slots, that eviction freed}.
-      pools: {pool: PoolStats}; a pool's name is its groups', joined by ",".
+      evicted_pages: {pool: pages, or slots, that eviction freed on the device}.
+      pools: {pool: PoolStats} on the device; a pool's name is its groups', joined by ",".
+      tiers: {"device", "host", "store", as far as there are: TierStats}.
       active, suspended: open sequences.
 
     >>> import jkv, jax.numpy as jnp
@@ -54,6 +88,7 @@ class CacheStats:
     snapshots_evicted: int
     evicted_pages: Mapping[str, int]
     pools: Mapping[str, PoolStats]
+    tiers: Mapping[str, TierStats]
     active: int
     suspended: int
 
@@ -69,3 +104,16 @@ class Counters:
     lost_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     snapshots_taken: int = 0
     snapshots_skipped: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """Pages of one pool in one tier that left, and came, in earlier lives of the manager."""
+
+    evicted: int = 0
+    offloaded: int = 0
+    onboarded: int = 0
+
+    def with_those_of(self, pool: Any) -> Moves:
+        """These, and what a PagePool has counted since."""
+        return Moves(self.evicted + pool.evicted, self.offloaded + pool.offloaded, self.onboarded + pool.onboarded)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
+from jkv.layout import HOST
 
 # ---------------------------------------------------------------------------------------------------- the functions
 
@@ -168,7 +170,14 @@ def _parse_group(text: str) -> tuple[int | None, int]:
 
 @functools.cache
 def make_config(
-    groups: str, shared: bool = False, layers: int = 1, dtype: Any = jnp.int32, pages: Any = 64, **fields: Any
+    groups: str,
+    shared: bool = False,
+    layers: int = 1,
+    dtype: Any = jnp.int32,
+    pages: Any = 64,
+    host: Any = None,
+    store: jkv.StoreTier | None = None,
+    **fields: Any,
 ) -> jkv.CacheConfig:
     """A CacheConfig from "full window:16 window:8+2 recurrent".
 
@@ -177,6 +186,8 @@ def make_config(
       shared: give all attention groups equal buffers, so that they share one pool; else each has its own.
       layers: layers in each group.
       pages: as DeviceTier takes it, or pairs (group, count).
+      host: the same of a HostTier; None: none.
+      store: the StoreTier; None: none.
       **fields: of CacheConfig.
     """
     made = {}
@@ -192,8 +203,14 @@ def make_config(
     fields.setdefault("max_sequences", 4)
     fields.setdefault("max_length", 256)
     fields.setdefault("page_size", 4)
-    pages = dict(pages) if isinstance(pages, tuple) else pages
-    return jkv.CacheConfig(layers=made, tiers=(jkv.DeviceTier(pages=pages),), **fields)
+    pages, host = (dict(each) if isinstance(each, tuple) else each for each in (pages, host))
+    tiers = [jkv.DeviceTier(pages=pages)]
+    if host is not None:
+        tiers.append(jkv.HostTier(pages=host))
+    if store is not None:
+        tiers.append(store)
+        fields.setdefault("model", "oracle")
+    return jkv.CacheConfig(layers=made, tiers=tuple(tiers), **fields)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -246,9 +263,11 @@ def verify_step(state, rows, length, accepted, offsets, values, scales, shifts):
 _layouts: dict[jkv.CacheConfig, Any] = {}
 
 
-def shared_step(config: jkv.CacheConfig, state: jkv.CacheState, *args: Any, step: Any = device_step) -> jkv.CacheState:
-    """`step`, compiled once per configuration: a layout is compared by identity, and each manager has its own."""
-    layout = _layouts.setdefault(config, state.layout)
+def shared_step(state: jkv.CacheState, *args: Any, step: Any = device_step) -> jkv.CacheState:
+    """`step`, compiled once per geometry: a layout is compared by identity, and each manager has its own."""
+    config = state.layout.config
+    alike = dataclasses.replace(config, tiers=(config.device_tier,), model="")
+    layout = _layouts.setdefault(alike, state.layout)
     done = step(dataclasses.replace(state, layout=layout), *args)
     return dataclasses.replace(done, layout=state.layout)
 
@@ -332,6 +351,25 @@ class Run:
             self.synced = False
         else:
             assert self.seq.row is None
+            assert self.seq.status == "suspended" or (self.seq.status == "loading" and first)
+        return done
+
+    def arrive(self) -> bool:
+        """`resume`, again and again while what it reuses is being read from the store."""
+        until = time.monotonic() + 60
+        while not (done := self.resume()) and self.seq.status == "loading":
+            assert time.monotonic() < until, f"{self} is loading for a minute: {self.world.manager.stats().tiers}"
+            time.sleep(0.0005)
+        return done
+
+    def prefetch(self, tier: str) -> bool:
+        """Changes nothing but where things lie, and nothing at all where it is refused."""
+        seq = self.seq
+        before = (self.started, seq.row, seq.committed, seq.length, seq.capacity)
+        done = seq.prefetch(tier)
+        self.world.check()
+        assert (self.started, seq.row, seq.committed, seq.length, seq.capacity) == before
+        assert seq.status == "suspended" or (seq.status == "loading" and done and not self.started)
         return done
 
     def reserve(self, n: int) -> bool:
@@ -517,19 +555,65 @@ class World:
         self.config = make_config(groups, **config)
         self.groups = groups.split()
         self.page_size = self.config.page_size
-        self.manager = jkv.CacheManager(self.config)
-        self.state = self.manager.init()
-        self.runs: list[Run] = []
         self.chunk = chunk or (8 if self.config.max_length <= 64 else 32)
         self.attention = {n: x for n, x in self.config.layers.items() if isinstance(x, jkv.AttentionLayer)}
         self.recurrent = {n: x for n, x in self.config.layers.items() if isinstance(x, jkv.RecurrentLayer)}
         self.scratch = self.config.window_scratch
         self.drafts = (self.config.max_drafts or 3) + 1  # tokens of a verify step
+        self.faulty: tuple[str, ...] = ()  # tiers with which something may go wrong
+        self.waits = True  # after each prepare for what is on its way to host memory, to verify it there
+        self.start_over()
+
+    def start_over(self) -> None:
+        """A program starts: a new manager, on the same store if there is one."""
+        self.manager = jkv.CacheManager(self.config)
+        self.state = self.manager.init()
+        self._began()
+
+    def _began(self) -> None:
+        self.runs: list[Run] = []
         self.last_counts = (0, 0, 0, 0)
-        self.totals = {name: pool.total for name, pool in self.pools().items()}
-        self.fetch()
         self.copied: dict[str, list[int]] = {}
+        self._resized()
+
+    def _resized(self) -> None:
+        self.totals = {(tier, name): pool.total for tier, name, pool in self.every_pool()}
+        self.fetch()
         self.check()
+
+    def restart(self, *, killed: bool = False) -> None:
+        """The program ends and starts again; `killed`: with what it had written to the store until then."""
+        if killed:
+            self.settle()
+        else:
+            self.manager.release(self.state)
+        self.start_over()
+
+    def reset(self) -> None:
+        """The device state was lost."""
+        self.state = self.manager.reset()
+        for run in self.runs:
+            assert run.closed and run.seq.row is None
+        counts = self.last_counts
+        self._began()
+        assert self.last_counts == counts
+
+    def resize_tier(self, tier: str, **size: Any) -> None:
+        """manager.resize_tier; verifies every byte of what is left."""
+        self.state = self.manager.resize_tier(self.state, tier, **size)
+        self._resized()
+        self.flush()
+
+    def delay(self, seconds: float) -> None:
+        """What is on its way to host memory from now on takes that much longer."""
+        self.manager._memory._worker.submit(time.sleep, seconds)
+
+    def settle(self) -> None:
+        """Waits until everything on its way to host memory and to the store has arrived."""
+        if self.manager._memory is not None:
+            self.manager._memory.wait()
+        if self.manager._store is not None:
+            self.manager._store.flush()
 
     # -- looking
 
@@ -556,14 +640,26 @@ class World:
     def pools(self) -> dict[str, Any]:
         return self.manager.stats().pools
 
-    def pool(self, group: str):
+    def pool(self, group: str, tier: str = "device"):
         """PoolStats of the pool that serves `group`."""
-        return next(stats for name, stats in self.pools().items() if group in name.split(","))
+        pools = self.manager.stats().tiers[tier].pools
+        return next(stats for name, stats in pools.items() if group in name.split(","))
+
+    def every_pool(self) -> list[tuple[str, str, Any]]:
+        """(tier, pool, PoolStats) of all."""
+        tiers = self.manager.stats().tiers
+        return [(tier, name, pool) for tier, stats in tiers.items() for name, pool in stats.pools.items()]
+
+    def stats(self) -> jkv.CacheStats:
+        """What only calls of the manager change: the store's counts, which change by themselves, left out."""
+        stats = self.manager.stats()
+        tiers = {tier: each for tier, each in stats.tiers.items() if tier != "store"}
+        return dataclasses.replace(stats, tiers=tiers)
 
     def picture(self) -> tuple:
         """Everything that a refused call must leave as it was; comparable."""
         lengths = [(r.seq.status, r.seq.row, r.seq.committed, r.seq.length, r.seq.capacity) for r in self.runs]
-        return self.manager.stats(), lengths, self.manager._host.builder.snapshot()
+        return self.stats(), lengths, self.manager._host.builder.snapshot()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -577,9 +673,15 @@ class World:
         """The manager's own integrity check, and the sums that a caller can see."""
         self.manager.check()
         stats = self.manager.stats()
-        for name, pool in stats.pools.items():
-            assert pool.free + pool.tree + pool.private == pool.total == self.totals[name], f"pool {name}: {pool}"
-            assert 0 <= pool.evictable <= pool.tree, f"pool {name}: {pool}"
+        assert stats.pools == stats.tiers["device"].pools
+        for tier, name, pool in self.every_pool():
+            total = self.totals[tier, name]
+            assert pool.free + pool.tree + pool.private == pool.total == total, f"pool {name}, {tier}: {pool}"
+            assert 0 <= pool.evictable <= pool.tree, f"pool {name}, {tier}: {pool}"
+        for tier, each in stats.tiers.items():
+            assert all(0 <= n <= each.evicted[name] for name, n in each.offloaded.items()), f"{tier}: {each}"
+            assert tier in self.faulty or not (each.failures or each.off), f"{tier}: {each}"
+            assert each.limit is None or each.bytes <= each.limit, f"{tier}: {each}"
         counts = (stats.lookups, stats.hits, stats.looked_up_tokens, stats.reused_tokens)
         assert all(a <= b for a, b in zip(self.last_counts, counts, strict=True)), f"{self.last_counts} -> {counts}"
         assert stats.hits <= stats.lookups and stats.reused_tokens <= stats.looked_up_tokens
@@ -595,6 +697,88 @@ class World:
             if run.seq.status == "active" and run.synced:
                 self._verify_attention(run, prepared)
                 self._verify_state(run)
+
+    def verify_rest(self) -> None:
+        """Compares what nobody is reading: the tree's pages and states, and what suspended sequences have.
+
+        On the device and in host memory. Looks inside the manager: a wrong byte is found where it was made.
+        """
+        host, memory = self.manager._host, self.manager._memory
+        if not host.builder.empty:
+            return  # what is planned is not there yet
+        memory.wait()
+        for run in self.runs:
+            if run.started and run.seq.status == "suspended":
+                self._verify_asleep(run)
+        stack = [(root, np.zeros(0, np.int32)) for root in host.tree.roots.values()]
+        while stack:
+            node, above = stack.pop()
+            path = join(above, node.tokens[: node.size])
+            stack += [(child, path) for child in node.children.values()]
+            hashes = prefix_hashes(path)[node.start :]
+            for group in host.tree.groups if node.size else ():
+                places = node.pages[group.ordinal]
+                places = places[: host.tree.num_pages(node)]
+                self._verify_pages(group, places, hashes, np.arange(node.size), f"node at {node.start}")
+            for endpoint in node.endpoints:
+                if endpoint.slot:
+                    self._verify_copy(endpoint.slot, path[: endpoint.position], f"snapshot at {endpoint.position}")
+
+    def _verify_asleep(self, run: Run) -> None:
+        """The private pages, the live state and its kept copies of a suspended sequence."""
+        seq, length, hashes = run.seq, run.seq.length, prefix_hashes(run.held)
+        for group in self.manager._host.tree.groups:
+            places = seq._table(group.ordinal).copy()
+            places[: seq._tree_pages] = 0
+            reach = 0 if group.window is None else max(0, length + 1 - group.window)
+            positions = np.arange(length)
+            positions = positions[(positions < group.sinks) | (positions >= reach)]
+            private = positions[positions // self.page_size >= seq._tree_pages]
+            assert (places[private // self.page_size] > 0).all(), f"{run}: {group.name} lacks pages: {places}"
+            self._verify_pages(group, places, hashes, positions, f"{run}")
+        if self.recurrent:
+            copies = {**seq._pending, **{mark.position: mark.slot for mark in seq._marks}}
+            copies[length] = seq._slot if seq._lent is None else seq._lent.slot
+            for position, slot in copies.items():
+                if slot and position <= length:
+                    self._verify_copy(slot, run.held[:position], f"{run}: its state at {position}")
+
+    def _verify_pages(
+        self, group: Any, places: np.ndarray, hashes: np.ndarray, positions: np.ndarray, where: str
+    ) -> None:
+        """What lies at `positions` of pages `places` of a group is that of hashes[positions]; 0 and -1 are no pages."""
+        positions = positions[places[positions // self.page_size] > 0]
+        for layer in group.layers:
+            for buffer, declared in self.config.layers[layer].buffers.items():
+                pages = places[positions // self.page_size]
+                found = self._at(group, layer, buffer, pages, (self.page_size, *declared.shape))
+                found = found[np.arange(len(positions)), positions % self.page_size]
+                wrong = (found != kv_values(hashes[positions], layer, buffer, declared.shape)).any(
+                    axis=tuple(range(1, found.ndim))
+                )
+                assert not wrong.any(), f"{where}: {layer}.{buffer} is wrong at +{positions[wrong]}, places {places}"
+
+    def _verify_copy(self, place: int, tokens: np.ndarray, where: str) -> None:
+        """The state at `place`, on the device or in host memory, is the one after `tokens`."""
+        for layer, spec in self.recurrent.items():
+            for buffer, declared in spec.buffers.items():
+                group = next(group for group in self.manager.layout.groups if group.recurrent)
+                (found,) = self._at(group, layer, buffer, np.array([place]), declared.shape)
+                assert np.array_equal(found, state_after(tokens, layer, buffer, declared.shape)), (
+                    f"{where}: {layer}.{buffer} at {place} is {self.name_state(layer, buffer, found, tokens)}"
+                )
+
+    def _at(self, group: Any, layer: str, buffer: str, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """[n, *shape]: what lies at places of a group's pool, in one layer and buffer."""
+        found = np.zeros((len(places), *shape), np.int32)
+        cold = places >= HOST
+        found[~cold] = self.bytes[layer, buffer][places[~cold]]
+        if cold.any():
+            pool, index = self.manager.layout.pools[group.pool], group.layers.index(layer)
+            at = sum(map(len, pool.buffers[:index])) + sorted(pool.buffers[index]).index(buffer)
+            arena = self.manager._memory._arenas[group.pool][at]
+            found[cold] = arena[places[cold] - HOST].view(np.int32).reshape(-1, *shape)
+        return found
 
     def _verify_attention(self, run: Run, prepared: bool) -> None:
         length, committed, size = run.seq.length, run.seq.committed, self.page_size
@@ -665,9 +849,9 @@ class World:
         return Run(self, join(prompt), **options)
 
     def start(self, prompt: Iterable[int] | np.ndarray = (), **options: Any) -> Run:
-        """open and a resume that must succeed."""
+        """open and a resume that must succeed, once what comes from the store is there."""
         run = self.open(prompt, **options)
-        assert run.resume(), f"resume refused: {self.manager.stats()}"
+        assert run.arrive(), f"resume refused: {self.manager.stats()}"
         return run
 
     def turn(
@@ -734,6 +918,8 @@ class World:
                 assert run.ended or shown == run.live, f"{run}: slot {shown} is live, the accepted one is {run.live}"
                 run.live = None
         self.verify(prepared=True)
+        if self.manager._memory is not None and self.waits:
+            self.verify_rest()
 
     def flush(self) -> dict[str, list[int]]:
         """Applies what is pending and puts nothing in flight; returns what that changed."""
@@ -756,9 +942,9 @@ class World:
                 slots = np.zeros(KEPT, np.int32)
                 slots[: len(inside)] = list(inside.values())
                 kept = self.folds((KEPT,), [part[: p - first] for p in inside])
-                self.state = shared_step(self.config, self.state, *args, slots, *kept, step=keeping_step)
+                self.state = shared_step(self.state, *args, slots, *kept, step=keeping_step)
             else:
-                self.state = shared_step(self.config, self.state, *args)
+                self.state = shared_step(self.state, *args)
         self.fetch()
         self.verify()
 
@@ -771,7 +957,7 @@ class World:
         total = sum(map(len, parts))
         values = self.values(batch.positions.shape, (slice(total),), np.concatenate(hashes))
         args = (batch, batch.positions, values, *self.folds(batch.rows.shape, parts))
-        self.state = shared_step(self.config, self.state, *args)
+        self.state = shared_step(self.state, *args)
         self.fetch()
         self.verify()
 
@@ -785,7 +971,7 @@ class World:
         rows, length = np.array([run.seq.row], np.int32), np.array([run.seq.length], np.int32)
         accepted = jnp.array([accepted], jnp.int32)
         self.state = shared_step(
-            self.config, self.state, rows, length, accepted, offsets, values, scales, shifts, step=verify_step
+            self.state, rows, length, accepted, offsets, values, scales, shifts, step=verify_step
         )
         self.fetch()
         self.verify()
@@ -852,15 +1038,17 @@ class World:
 
     def probe(self, prompt: Iterable[int] | np.ndarray, **options: Any):
         """manager.probe with the cap lifted; checks that it changes nothing."""
-        before = self.manager.stats()
+        before = self.stats()
         match = self.manager.probe(join(prompt), **{"max_reuse": len(join(prompt)), **options})
-        assert self.manager.stats() == before
+        assert self.stats() == before
         assert 0 <= match.tokens <= match.attention_tokens <= match.raw_tokens <= len(join(prompt)), match
         assert 0 <= match.in_flight <= len(join(prompt)) - match.raw_tokens, match
+        assert sum(match.tier_tokens.values()) == match.tokens and all(match.tier_tokens.values()), match
         return match
 
     def hit(self, prompt: Iterable[int] | np.ndarray, **options: Any) -> int:
         """Tokens reused by a lookup, cap lifted: a probe, then a sequence that resumes, verifies and closes."""
+        self.settle()
         match = self.probe(prompt, **options)
         run = self.start(prompt, **{"max_reuse": len(join(prompt)), **options})
         assert run.seq.match == match

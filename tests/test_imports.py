@@ -13,7 +13,8 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 
 # DESIGN section 3: the names that carry no number, or that of work that is done.
 PUBLIC = """
-    Buffer kv_buffers latent_buffers AttentionLayer RecurrentLayer DeviceTier CacheConfig WindowScratch
+    Buffer kv_buffers latent_buffers AttentionLayer RecurrentLayer DeviceTier HostTier StoreTier
+    CacheConfig WindowScratch
     CacheState append attend append_attend gather read_state write_state pool with_pool table_for slots_for
     candidate_slots Ragged
     CacheManager CacheStats Sequence Status Match Scope
@@ -30,24 +31,34 @@ BELOW = {
     "plan": "layout errors",
     "radix": "layout config errors",
     "retention": "radix pages layout errors",
+    "eviction": "retention radix pages plan layout config errors tiers.keys",
     "ledger": "layout",
-    "holdings": "retention radix pages plan ledger layout config stats errors",
+    "holdings": "eviction radix pages plan ledger layout config stats errors",
     "room": "holdings radix layout errors",
     "speculation": "room holdings radix errors",
-    "sequence": "speculation holdings ledger radix config errors",
+    "suspension": "speculation radix pages layout errors",
+    "arrivals": "holdings radix layout config tiers.keys",
+    "sequence": "suspension speculation arrivals holdings ledger radix config errors",
     "batches": "sequence holdings config errors",
-    "integrity": "sequence holdings retention radix pages layout errors",
+    "resizing": "sequence holdings eviction radix pages layout errors",
+    "integrity": "sequence arrivals holdings eviction radix pages layout errors",
     "state": "layout config errors",
     "ragged": "",
     "ops": "ragged state layout config errors",
     "attention": "ops ragged state layout config errors",
     "apply": "plan state layout errors",
+    "tiers.failures": "",
+    "tiers.keys": "",
+    "tiers.values": "tiers.keys config layout",
+    "tiers.index": "tiers.keys tiers.values",
+    "tiers.store": "tiers.failures tiers.index tiers.keys tiers.values config errors layout",
+    "tiers.host": "tiers.failures apply plan state layout errors",
 }
 
 
 def imports(module):
     """Full names of all that the file imports, wherever in it."""
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+    for node in ast.walk(ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,6 +85,11 @@ def test_a_star_import_gives_them():
         "radix",
         "pages",
         "plan",
+        "eviction",
+        "suspension",
+        "arrivals",
+        "resizing",
+        "tiers.keys",
         "holdings",
         "sequence",
         "retention",
@@ -90,12 +106,13 @@ def test_the_deciding_half_never_imports_jax(module):
 
 @pytest.mark.parametrize("module", BELOW)
 def test_imports_point_one_way(module):
-    found = {name.split(".")[1] for name in imports(module) if name.startswith("jkv.")}
+    found = {name.split(".", 1)[1].rsplit(".", 1)[0] for name in imports(module) if name.startswith("jkv.")}
     assert found <= set(BELOW[module].split())
 
 
 def test_every_module_is_in_the_picture():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {*BELOW, "__init__", "manager"}
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    assert files == {*BELOW, "__init__", "tiers.__init__", "manager"}
 
 
 def test_import_jkv_loads_neither_flax_nor_tensorstore():

@@ -4,7 +4,8 @@
     execute      a built plan on NumPy memory: chunks of 8, gather then scatter            what the device does
     apply        a built plan on a CacheState                                              the device itself
 
-All three must leave the same memory. Each page holds one number, repeated over its elements.
+All three must leave the same memory. Each page holds one number, repeated over its elements. Places are on the device
+or in host memory; what the store is given is compared as well.
 """
 
 import functools
@@ -18,13 +19,14 @@ import pytest
 import jkv
 from jkv.apply import apply
 from jkv.errors import IntegrityError
-from jkv.layout import make_layout
-from jkv.plan import CHUNK, SMALL_ENTRIES, UNUSED, ZERO, PlanBuilder, schedule
+from jkv.layout import HOST, make_layout
+from jkv.plan import CHUNK, SMALL_ENTRIES, UNUSED, ZERO, PlanBuilder, Write, schedule
 from jkv.state import CacheState, init_state
 
 ROWS, PAGE_SIZE, MAX_LENGTH = 3, 2, 64
 MAX_PAGES = MAX_LENGTH // PAGE_SIZE
 NUM_PAGES = {"full": 40, "window:4": 30, "recurrent": 20}
+HOST_PAGES = (9, 7, 5)  # per pool
 INT32 = np.dtype(np.int32)
 
 
@@ -45,28 +47,68 @@ class Decisions:
 
     Attributes:
       memory: per pool int64[pages + 1]: what each page holds.
+      host: the same of host memory.
+      stored: {key: value} of what the store is to be given.
       tables: int32[groups, rows, columns].
     """
 
     def __init__(self):
         self.layout = small_layout()
         self.memory = [1000 * (p.ordinal + 1) + np.arange(p.num_pages + 1) for p in self.layout.pools]
-        self.before = [memory.copy() for memory in self.memory]
+        self.host = [
+            10_000 * (p.ordinal + 1) + np.arange(n + 1) for p, n in zip(self.layout.pools, HOST_PAGES, strict=True)
+        ]
+        self.stored = {}
+        self._begin()
         self.tables = np.zeros((2, ROWS, MAX_PAGES), np.int32)
         self.slots = np.zeros(ROWS, np.int32)
-        self.builder = PlanBuilder(self.layout, lambda row, group: self.tables[group, row], self.slots)
+        self.builder = PlanBuilder(
+            self.layout, lambda row, group: self.tables[group, row], self.slots, host_pages=HOST_PAGES
+        )
+
+    def _begin(self):
+        self.before = [memory.copy() for memory in self.memory]
+        self.host_before = [host.copy() for host in self.host]
+
+    def held(self, pool, place):
+        return self.memory[pool][place] if place < HOST else self.host[pool][place - HOST]
+
+    def set(self, pool, place, value):
+        (self.memory if place < HOST else self.host)[pool][place % HOST] = value
 
     def copy(self, pool, source, destination):
-        self.memory[pool][destination] = self.memory[pool][source]
+        self.set(pool, destination, self.held(pool, source))
         self.builder.copy(pool, source, destination)
 
     def zero(self, pool, destination):
-        self.memory[pool][destination] = 0
+        self.set(pool, destination, 0)
         self.builder.write(pool, destination, ZERO)
+
+    def store(self, pool, place):
+        key = f"{self.layout.pools[pool].name}/{len(self.stored)}"
+        self.stored[key] = self.held(pool, place)
+        self.builder.store(pool, place, key)
+
+    def carry_out(self):
+        """Builds the plan of what was decided since the last one, and carries it out: all must agree."""
+        plan = self.builder.build()
+        self.builder.clear()
+        host, loaded, stored = cross(plan, self.before, self.host_before)
+        memory = execute(plan, self.before)
+        for pool, page, value in loaded:
+            memory[pool][page] = value
+        assert_same(memory, self.memory)
+        assert_same(host, self.host)
+        assert stored == self.stored
+        self.stored = {}
+        self._begin()
+        return plan
 
     def copy_together(self, pool, sources, destinations):
         """All sources are read before the first destination is written, as `resume` does."""
-        self.memory[pool][destinations] = self.memory[pool][sources]
+        held = [self.held(pool, source) for source in sources]
+        for destination, value in zip(destinations, held, strict=True):
+            self.set(pool, destination, value)
         values = [self.builder.read(pool, source) for source in sources]
         for destination, value in zip(destinations, values, strict=True):
             self.builder.write(pool, destination, value)
@@ -89,6 +131,25 @@ def execute(plan, memory):
                 assert len(set(destination[real])) == real.sum(), "a scatter with one place twice has no order"
                 pages[destination[real]] = gathered[real]
     return memory
+
+
+def cross(plan, memory, host):
+    """What `plan` carries between the tiers. Returns the new host memory, (pool, page, value) to load, {key: value}."""
+
+    def held(pool, source):
+        return 0 if source == ZERO else memory[pool][source]
+
+    new, loaded = [pages.copy() for pages in host], []
+    for pool, pages in plan.saves.items():
+        for source, page in pages.T.tolist():
+            new[pool][page] = held(pool, source)
+    for pool, pages in plan.moves.items():
+        for source, page in pages.T.tolist():
+            new[pool][page] = host[pool][source]
+    for pool, pages in plan.loads.items():
+        loaded += [(pool, page, host[pool][source]) for source, page in pages.T.tolist()]
+    stored = {key: host[pool][place - HOST] if place >= HOST else held(pool, place) for pool, place, key in plan.writes}
+    return new, loaded, stored
 
 
 def device_state(memory):
@@ -281,6 +342,191 @@ def test_schedule_writes_nothing_that_a_later_chunk_reads(seed):
                 assert assignment[destination] == (parked if source == 0 else source)
         parked = next((source for source, destination in chunk if destination == 0), parked)
     assert sorted(d for _, d in moves if d not in (0, UNUSED)) == sorted(assignment)
+
+
+# ------------------------------------------------------------------------------------------------ tiers
+
+
+def decide_across_tiers(decisions, rng):
+    """Dozens of decisions over a handful of places of either kind, so that they meet again and again."""
+    for _ in range(rng.integers(1, 40)):
+        pool = int(rng.integers(len(NUM_PAGES)))
+        pages = int(rng.integers(2, 12))
+        places = [*range(1, 1 + pages), *range(HOST + 1, HOST + 1 + min(pages, HOST_PAGES[pool]))]
+        some = rng.permutation(places)[: rng.integers(2, len(places))].tolist()
+        match rng.choice(["copy", "chain", "cycle", "fan", "together", "zero", "store", "forget"]):
+            case "copy":
+                decisions.copy(pool, *some[:2])
+            case "chain":
+                for source, destination in itertools.pairwise(some):
+                    decisions.copy(pool, source, destination)
+            case "cycle":
+                decisions.copy_together(pool, some, some[1:] + some[:1])
+            case "fan":
+                for destination in some[1:]:
+                    decisions.copy(pool, some[0], destination)
+            case "together":
+                decisions.copy_together(pool, rng.choice(places, len(some)).tolist(), some)
+            case "zero":
+                decisions.zero(pool, some[0])
+            case "store":
+                decisions.store(pool, some[0])
+            case "forget":  # it holds what it held before the plan; who reads it is not told of that
+                page = int(rng.integers(1, 1 + HOST_PAGES[pool]))
+                decisions.builder.forget(pool, HOST + page)
+                decisions.host[pool][page] = decisions.host_before[pool][page]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_across_tiers_are_the_decisions_one_at_a_time(seed):
+    rng, decisions = np.random.default_rng(2000 + seed), Decisions()
+    kinds = set()
+    for _ in range(60):
+        decide_across_tiers(decisions, rng)
+        plan = decisions.carry_out()
+        kinds |= {kind for kind in ("copies", "saves", "loads", "moves", "writes") if len(getattr(plan, kind))}
+        for pool in range(len(NUM_PAGES)):
+            written = [page for pages in (plan.saves, plan.moves) if pool in pages for page in pages[pool][1].tolist()]
+            assert len(written) == len(set(written)), "one write of each host page"
+    assert len(kinds) == 5
+
+
+def test_f20_places_are_reused_as_soon_as_a_read_of_them_is_planned():
+    decisions = Decisions()
+    h1, h2 = HOST + 1, HOST + 2
+    for plans in range(3):  # all of it in one plan, then over several
+        for step in (
+            lambda: decisions.copy(0, 3, h1),  # offload page 3
+            lambda: decisions.copy(0, h1, 5),  # onboard it as page 5
+            lambda: decisions.copy(0, 5, h2),  # and offload that
+            lambda: decisions.zero(0, 3),
+            lambda: decisions.store(0, h1),
+            lambda: decisions.copy(0, 4, h1),  # h1 is another page's now
+            lambda: decisions.store(0, h1),
+            lambda: decisions.copy(0, h2, 4),
+            lambda: decisions.copy(0, h1, h2),
+            lambda: decisions.copy(0, 7, 3),
+        ):
+            step()
+            if plans == 2:
+                decisions.carry_out()
+        if plans < 2:
+            plan = decisions.carry_out()
+            assert not plan.loads and not plan.moves, "what is read is still on the device"
+            assert len(plan.writes) == 2 and set(plan.saves[0][1].tolist()) == {1, 2}
+
+
+def test_a_page_written_in_a_plan_is_offloaded_as_it_was_when_that_was_decided():
+    decisions = Decisions()
+    decisions.copy(0, 3, HOST + 1)
+    decisions.copy(0, 9, 3)
+    decisions.copy(0, 3, HOST + 2)
+    plan = decisions.carry_out()
+    assert plan.saves[0].T.tolist() == [[3, 1], [9, 2]] and plan.saves[0].dtype == INT32
+    assert decisions.host[0][[1, 2]].tolist() == [1003, 1009]
+
+
+def test_a_host_page_onboarded_twice_and_reused():
+    decisions = Decisions()
+    for destination in (5, 6, HOST + 2):
+        decisions.copy(1, HOST + 1, destination)
+    decisions.copy(1, 8, HOST + 1)
+    plan = decisions.carry_out()
+    assert plan.loads[1].tolist() == [[1, 1], [5, 6]] and plan.loads.keys() == {1}
+    assert plan.moves[1].tolist() == [[1], [2]] and plan.saves[1].tolist() == [[8], [1]]
+    assert plan.copies == ()
+
+
+def test_pages_that_trade_places_between_tiers():
+    decisions = Decisions()
+    decisions.copy_together(2, [3, HOST + 1, HOST + 2], [HOST + 1, HOST + 2, 3])
+    plan = decisions.carry_out()
+    assert [kind[2].T.tolist() for kind in (plan.saves, plan.moves, plan.loads)] == [[[3, 1]], [[1, 2]], [[2, 3]]]
+
+
+def test_a_host_page_that_is_to_hold_what_it_holds_is_left_alone():
+    decisions = Decisions()
+    decisions.copy(0, HOST + 1, 4)
+    decisions.copy(0, 4, HOST + 1)
+    plan = decisions.carry_out()
+    assert not plan.saves and not plan.moves and plan.loads[0].tolist() == [[1], [4]]
+
+
+def test_the_last_write_to_a_host_page_wins():
+    decisions = Decisions()
+    decisions.zero(0, HOST + 1)
+    decisions.copy(0, 4, HOST + 1)
+    decisions.zero(0, HOST + 2)
+    assert decisions.builder.num_copies == 2
+    assert decisions.carry_out().saves[0].T.tolist() == [[4, 1], [ZERO, 2]]
+
+
+def test_a_value_for_the_store_is_traced_to_what_the_place_held():
+    decisions = Decisions()
+    decisions.copy(0, HOST + 1, 5)
+    decisions.store(0, 5)
+    decisions.zero(0, 5)
+    decisions.store(0, 5)
+    plan = decisions.carry_out()
+    assert plan.writes == (Write(0, HOST + 1, "full/0"), Write(0, ZERO, "full/1"))
+
+
+def test_what_nobody_will_read_is_not_written():
+    decisions = Decisions()
+    decisions.copy(0, 3, HOST + 1)
+    decisions.copy(0, HOST + 1, HOST + 2)
+    decisions.builder.forget(0, HOST + 1)
+    decisions.builder.forget(0, HOST + 3)
+    assert decisions.builder.build().saves[0].tolist() == [[3], [2]]
+    decisions.builder.forget(0, HOST + 2)
+    assert decisions.builder.empty
+
+
+@pytest.mark.parametrize("decide", ["save", "load", "move", "store"])
+def test_work_for_the_tiers_is_pending_until_clear(decide):
+    decisions = Decisions()
+    builder = decisions.builder
+    nothing = builder.snapshot()
+    source = {"save": 3, "load": HOST + 3, "move": HOST + 3, "store": HOST + 3}[decide]
+    if decide == "store":
+        decisions.store(0, source)
+    else:
+        decisions.copy(0, source, 4 if decide == "load" else HOST + 4)
+    assert not builder.empty and builder.snapshot() != nothing
+    assert builder.touches(0, source) and not builder.touches(1, source) and not builder.touches(0, HOST + 5)
+    for plan in (builder.build(), builder.build()):
+        assert [len(part) for part in (plan.saves, plan.loads, plan.moves, plan.writes)].count(1) == 1
+    builder.clear()
+    assert builder.empty and builder.snapshot() == nothing and not builder.touches(0, source)
+    plan = builder.build()
+    assert not (plan.saves or plan.loads or plan.moves or plan.writes)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [(HOST + 10, 3), (3, HOST + 10), (HOST, 3), (3, HOST), (41, HOST + 1), (HOST + 1, 41), (HOST + 1, -1),
+     (-2, HOST + 1), (HOST + 1, HOST + 10), (HOST + 10, HOST + 1), (2**31 - 1, 3), (3, 2**31 - 1)],
+)  # fmt: skip
+def test_f26_a_place_beyond_its_tier(source, destination):
+    decisions = Decisions()
+    decisions.builder.copy(0, source, destination)
+    with pytest.raises(IntegrityError, match="pool 0"):
+        decisions.builder.build()
+
+
+@pytest.mark.parametrize("place", [HOST + 10, HOST, 41, -2])
+def test_f26_a_value_for_the_store_beyond_its_tier(place):
+    decisions = Decisions()
+    decisions.builder.store(0, place, "full/x")
+    with pytest.raises(IntegrityError, match="pool 0"):
+        decisions.builder.build()
+
+
+def test_f26_without_host_memory_there_is_no_such_place():
+    builder = PlanBuilder(small_layout(), lambda row, group: np.zeros(0, np.int32), np.zeros(ROWS, np.int32))
+    builder.copy(1, 3, HOST + 1)
+    with pytest.raises(IntegrityError, match="pool 1"):
+        builder.build()
 
 
 # ------------------------------------------------------------------------------------------------ table entries

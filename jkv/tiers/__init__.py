@@ -1,0 +1,1 @@
+"""Where pages lie behind the device: host memory and a store."""

@@ -1,0 +1,119 @@
+"""Pages to host memory and back, against a NumPy copy of the same bytes; and what allocating there costs.
+
+    python -m tests.benchmarks.bench_tiers
+
+64 pages of 512 KiB in 8 layers leave the device for host memory and come back: until they have landed, or are on the
+device, in turn with a NumPy copy of the same bytes in the same run. Offload moves the bytes twice (gather, landing),
+as onboard does (a fresh array, scatter), so 0.5 of a copy is the ceiling; 0.35 is wanted. Then allocating and releasing
+64 pages of a tier of 262,144 against one of 4,096: at most 1.5.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jkv
+from jkv.layout import HOST, Layout, make_layout
+from jkv.pages import PagePool
+from jkv.plan import PlanBuilder
+from jkv.state import init_state
+from jkv.tiers.host import HostMemory
+from tests.benchmarks.bench_host import alternate
+
+PAGES, PAGE_BYTES, LAYERS, PAGE = 64, 512 * 2**10, 8, 16
+ROUNDS = 30
+
+
+def layers_of(dtype: np.dtype) -> dict[str, jkv.AttentionLayer]:
+    """Layers whose pages have PAGE_BYTES together."""
+    width = PAGE_BYTES // (LAYERS * PAGE * 8 * np.dtype(dtype).itemsize)
+    return {str(i): jkv.AttentionLayer({"kv": jkv.Buffer((8, width), dtype)}) for i in range(LAYERS)}
+
+
+class Bench:
+    """A device and a host pool full of random bytes."""
+
+    def __init__(self, dtype: np.dtype, seed: int = 0):
+        self.rng = np.random.default_rng(seed)
+        config = jkv.CacheConfig(layers_of(dtype), 1, 64, page_size=PAGE, tiers=(jkv.DeviceTier(pages=4 * PAGES),))
+        layout: Layout = make_layout(config)
+        self.state = init_state(layout)
+        self.memory = HostMemory(layout, [4 * PAGES], 64 * 2**20, None)
+        self.builder = PlanBuilder(
+            layout, lambda row, group: np.zeros(0, np.int32), np.zeros(1, np.int32), host_pages=[4 * PAGES]
+        )
+        size = layout.pools[0].page_bytes
+        assert size == PAGE_BYTES
+        self.bytes = PAGES * size
+        for page in range(1, 4 * PAGES + 1):  # no page of the arenas is one that the kernel has yet to give
+            value = memoryview(self.rng.integers(0, 256, size, np.uint8))
+            self.memory.put(0, page, self.memory.split(0, value))
+        self.memory.wait()
+        for at in range(1, 4 * PAGES + 1, PAGES):
+            self._carry_out([(HOST + page, page) for page in range(at, at + PAGES)])
+        self.source = self.rng.integers(0, 256, self.bytes, np.uint8)
+        self.target = np.ones_like(self.source)
+
+    def _carry_out(self, pairs: list[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self.builder.copy(0, source, destination)
+        self.state = self.memory.dispatch(self.state, self.builder.build())
+        self.builder.clear()
+
+    def _pages(self) -> list[int]:
+        return (self.rng.permutation(4 * PAGES)[:PAGES] + 1).tolist()
+
+    def copy(self, _: int) -> None:
+        np.copyto(self.target, self.source)
+
+    def offload(self, _: int) -> None:
+        self._carry_out([(page, HOST + other) for page, other in zip(self._pages(), self._pages(), strict=True)])
+        self.memory.wait()
+
+    def onboard(self, _: int) -> None:
+        self._carry_out([(HOST + page, other) for page, other in zip(self._pages(), self._pages(), strict=True)])
+        jax.block_until_ready(self.state.pools)
+
+
+def bench_transfers(dtype: np.dtype) -> None:
+    bench = Bench(dtype)
+    calls = bench.copy, bench.offload, bench.onboard
+    alternate(*calls, rounds=3)
+    copy, offload, onboard = alternate(*calls, rounds=ROUNDS)
+    bench.memory.close()
+    rate = [bench.bytes / seconds / 1e9 for seconds in (copy, offload, onboard)]
+    print(
+        f"{np.dtype(dtype).name:>9}: copy {rate[0]:5.1f} GB/s   "
+        f"offload {rate[1]:5.1f} GB/s, ratio {copy / offload:.2f}   "
+        f"onboard {rate[2]:5.1f} GB/s, ratio {copy / onboard:.2f}"
+    )
+
+
+def bench_allocation(few: int, many: int) -> None:
+    """64 pages taken and given back, 100 times a round."""
+    geometry = make_layout(
+        jkv.CacheConfig(layers_of(jnp.float32), 1, 64, page_size=PAGE, tiers=(jkv.DeviceTier(pages=64),))
+    ).pools[0]
+    pools = [PagePool(geometry, num_pages=count) for count in (few, many)]
+
+    def call(pool: PagePool):
+        def take_and_give(_: int) -> None:
+            for _ in range(100):
+                pool.release(pool.allocate(PAGES))
+
+        return take_and_give
+
+    small, large = alternate(*map(call, pools), rounds=300)
+    print(f"64 pages of {few:,}: {small * 1e4:.2f} us, of {many:,}: {large * 1e4:.2f} us   ratio {large / small:.2f}")
+
+
+def main() -> None:
+    for dtype in (jnp.float32, jnp.bfloat16):
+        bench_transfers(dtype)
+    bench_allocation(4_096, 262_144)
+
+
+if __name__ == "__main__":
+    main()
