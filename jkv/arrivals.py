@@ -19,6 +19,7 @@ import numpy as np
 from jkv.config import Scope
 from jkv.holdings import Holdings, Host
 from jkv.layout import HOST
+from jkv.pages import PagePool
 from jkv.radix import KEPT, NO_SLOT, Hit, Match, Node, node_of, pages_on
 from jkv.tiers.keys import page_digests, page_name, tail_digest, tail_name
 
@@ -97,10 +98,20 @@ class Search:
                 break
         return digests
 
+    def known(self) -> int:
+        """How many tokens the store, or the tree's whole pages and the store together, know of this prompt."""
+        pages = len(self.digests) - 1
+        if self.tree.full is None:  # the digests say nothing then: the last page, state or tail that there is
+            groups = [*(group.name for group in self.tree.groups), *["recurrent"] * self.tree.recurrent]
+            while pages > 0 and not self._tails(pages):
+                if any(self.shelf.has(group, page_name(self.digests[pages])) for group in groups):
+                    break
+                pages -= 1
+        return max([pages * self.page_size, *(position for position, _ in self._tails(pages))])
+
     def find(self, hit: Hit, limit: int) -> Find | None:
         """The longest hit of at most `limit` tokens that is longer than the tree's, if there is one."""
-        known = (len(self.digests) - 1) * self.page_size
-        raw = max(hit.match.raw_tokens, known, max((n for n, _ in self._tails(len(self.digests) - 1)), default=0))
+        raw = max(hit.match.raw_tokens, self.known())
         cap = min(raw - self.tree.reuse_backoff, limit)
         attention = hit.match.attention_tokens
         for position, tail in self._positions(cap, hit.match.tokens):
@@ -109,7 +120,7 @@ class Search:
                 continue
             attention = max(attention, position)
             state = self._state(position, tail)
-            if state is not None:
+            if state is not None and (wanted or state):
                 end = position if tail or not position % self.page_size else position + -position % self.page_size
                 return Find(position, end, attention, raw, self.covered, wanted + state)
         return None
@@ -225,17 +236,30 @@ class Arrival(Holdings):
 
     def start(self) -> bool:
         """Takes room in host memory and starts to read; False: no room there now."""
-        host = self._host
-        counts = self._counts()
-        if any(count > pool.below.available for count, pool in zip(counts, host.pools, strict=True)):
-            return False
-        ids = [
-            host.tree.allocate(pool.below, count).tolist()[::-1] for count, pool in zip(counts, host.pools, strict=True)
-        ]
+        host, ids = self._host, list[list[int]]()
+        for pool, count in zip(host.pools, self._counts(), strict=True):
+            ids.append(self._untouched(pool, count))
+            if len(ids[-1]) < count:
+                for taken, its_pool in zip(ids, host.pools, strict=False):
+                    its_pool.below.release(np.array(taken, np.int32))
+                return False
         self._places = [HOST + ids[self._pool_of(want)].pop() for want in self.find.wanted]
         self.keys = [key_of(host, want) for want in self.find.wanted]
         self._reading = host.shelf.read(self.keys)
         return True
+
+    def _untouched(self, pool: PagePool, count: int) -> list[int]:
+        """`count` host pages, or as many as there are, with which the next plan has nothing to do.
+
+        What is read may land before that plan is carried out.
+        """
+        below, touched = pool.below, self._host.builder.host_places(pool.ordinal)
+        good, bad = list[int](), list[int]()
+        while len(good) < count and below.available:
+            page = self._host.tree.allocate_one(below)
+            (bad if HOST + page in touched else good).append(page)
+        below.release(np.array(bad, np.int32))
+        return good
 
     @property
     def done(self) -> bool:
@@ -274,7 +298,7 @@ class Arrival(Holdings):
             else:
                 self._tables[want.group][want.page] = place
         self._publish(self._all_tokens[self._published * size : end])
-        if complete and (tree.windows or tree.recurrent):
+        if complete and (tree.windows or tree.recurrent or len(self._partial)):
             self._leave(slot)
         else:
             self._free_slot(slot)
@@ -315,6 +339,11 @@ class Arrival(Holdings):
         self._unpin()
 
 
+def known_tokens(host: Host, scope: tuple[str, Scope], tokens: np.ndarray) -> int:
+    """How many tokens of a prompt the store knows."""
+    return 0 if host.shelf is None else Search(host, scope, tokens).known()
+
+
 def look_up(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int, hit: Hit) -> Match:
     """The match of `tokens` in all tiers; `hit`: in the tree."""
     if host.shelf is None:
@@ -337,7 +366,7 @@ def look_up(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int
         find.raw_tokens,
         limited_by,
         {tier: count for tier, count in tiers.items() if count},
-        hit.match.in_flight,
+        max(0, hit.match.raw_tokens + hit.match.in_flight - find.raw_tokens),
     )
 
 

@@ -126,6 +126,8 @@ def rows_of_tokens(batch: Rows, rows: jax.Array) -> jax.Array:
     """
     if not isinstance(batch, Ragged):
         return rows[:, None]
+    if rows.size == 0:
+        return jnp.full(np.shape(batch.positions), INT32_MAX, jnp.int32)
     return rows.at[batch.sequence_of_tokens()].get(mode="fill", fill_value=INT32_MAX)
 
 
@@ -507,7 +509,7 @@ def write_state(
 
 
 def _known_buffer(op: str, layer: str, place: LayerPlace, buffer: str) -> Buffer:
-    if buffer not in place.buffers:
+    if not isinstance(buffer, str) or buffer not in place.buffers:
         raise ConfigError(f"{op}: layer {layer!r} has no buffer {buffer!r}, only {', '.join(place.buffers)}")
     return place.buffers[buffer]
 
@@ -528,8 +530,9 @@ def _shown_shape(state: CacheState, stored: jax.Array, buffer: Buffer) -> tuple[
 def pool(state: CacheState, layer: str, buffer: str) -> jax.Array:
     """The whole array of one buffer, in its declared dtype, for custom kernels.
 
-    On the CPU a float narrower than 32 bits is stored as an integer: outside jit this copies the pool, and inside a
-    write to it in the declared dtype does.
+    Call it inside jit: outside, a conversion or a reshape copies the pool. Inside two things still do. On the CPU a
+    float narrower than 32 bits is stored as an integer, and a write in the declared dtype copies. With JAX 0.10 so does
+    a read inside a loop, of a buffer with Buffer.page_size=1.
 
     Args:
       state: the cache.
@@ -567,10 +570,6 @@ def with_pool(state: CacheState, layer: str, buffer: str, array: jax.Array) -> C
     arrays = layer_arrays(state, place)
     stored = arrays[buffer]
     shape = _shown_shape(state, stored, declared)
-    if array.shape != shape or array.dtype != declared.dtype:
-        raise ConfigError(
-            f"with_pool: array for {layer!r}, {buffer!r} must be {declared.dtype.name}{list(shape)}, "
-            f"got {array.dtype}{list(array.shape)}"
-        )
+    array = _check_value(f"with_pool: array for {layer!r}, {buffer!r}", array, shape, declared.dtype)
     array = as_dtype(array.reshape(stored.shape), stored.dtype)
     return _with_layer_arrays(state, place, {**arrays, buffer: array})

@@ -212,6 +212,12 @@ class PlanBuilder:
         """The host pages that the next plan writes: (pool, id)."""
         return [(pool, p - HOST) for pool, pending in enumerate(self._assignments) for p in pending if p >= HOST]
 
+    def host_places(self, pool: int) -> set[int]:
+        """The places in host memory that the next plan reads or writes."""
+        assignment = self._assignments[pool]
+        written = {write.place for write in self._writes if write.pool == pool}
+        return {place for place in (*assignment, *assignment.values(), *written) if place >= HOST}
+
     def touches(self, pool: int, place: int) -> bool:
         """Whether the next plan reads or writes `place`."""
         assignment = self._assignments[pool]

@@ -390,8 +390,10 @@ class RadixTree:
 
     # --- match -------------------------------------------------------------------------------------------------
 
-    def match(self, scope: Hashable, tokens: np.ndarray, max_reuse: int) -> Hit:
+    def match(self, scope: Hashable, tokens: np.ndarray, max_reuse: int, known: int = 0) -> Hit:
         """The longest reusable head of `tokens` (int32[n]), at most `max_reuse`. Changes nothing.
+
+        `known`: as many of the tokens a store has, which counts for `raw_tokens` and what they allow.
 
         The hit is the largest n for which one path agrees with the first n tokens and has, at n, what every group
         needs: a window the pages overlapping [n+1-W, n) and the sinks, recurrent layers a snapshot at exactly n.
@@ -399,7 +401,7 @@ class RadixTree:
         """
         root = self.roots.get(scope)
         if root is None or not len(tokens):
-            return Hit(Match(), [root] if root else [], None)
+            return Hit(Match(raw_tokens=known), [root] if root else [], None)
         path, covered = self.walk(root, tokens)
         longest = path  # the path of the longest token match
         raw = covered
@@ -407,6 +409,7 @@ class RadixTree:
             child, shared = self._best_head(path[-1].order, path[-1], tokens)
             if child is not None:
                 longest, raw = [*path, child], covered + shared
+        raw = max(raw, known)
         cap = min(raw - self.reuse_backoff, max_reuse)
         if cap <= 0:
             return Hit(Match(raw_tokens=raw), [root], None)

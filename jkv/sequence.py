@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.arrivals import Arrival, Find, begin, end, leave, look_up
+from jkv.arrivals import Arrival, Find, begin, end, known_tokens, leave, look_up
 from jkv.config import Scope, as_tokens, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.holdings import Host
@@ -193,6 +193,7 @@ class Sequence(Suspension):
             host.losses = losses
             host.tree.forget_lost(lost)
         if self._match is not None and lost and self._has_any(lost):
+            host.losses = -1  # the tree forgets them when we do not keep them any more
             raise SequenceStateError(
                 f"resume: part of {self!r} was lost on its way to host memory; close it, and open its tokens again"
             )
@@ -839,7 +840,7 @@ def find_everywhere(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, li
 
 def find(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int) -> Hit:
     """The match of `tokens` in the tree, with what active sequences are computing of them."""
-    hit = host.tree.match(scope, tokens, limit)
+    hit = host.tree.match(scope, tokens, limit, known_tokens(host, scope, tokens))
     if host.prompting:
         for seq in [seq for seq in host.prompting if not seq._is_prompting]:
             del host.prompting[seq]

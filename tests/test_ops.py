@@ -288,7 +288,7 @@ def test_padding_of_a_ragged_step_writes_nowhere():
     before = jax.tree.map(bits, state.pools)
     rng = np.random.default_rng(7)
     # nothing but padding; a padded token, or one beyond all sequences, with a position; a sequence without a row; a
-    # position beyond max_length
+    # position beyond max_length; no position; no sequence at all
     empty = make_ragged(padded([]), np.array([], int), np.array([], int), 4, 2)
     batches = [
         (empty, empty.positions),
@@ -296,6 +296,7 @@ def test_padding_of_a_ragged_step_writes_nowhere():
         (Ragged(padded([-1, 3]), padded([0, 1]), padded([0, 1, 2]), padded([1, 1]), padded([2])), padded([0, 1])),
         (Ragged(padded([0]), padded([12]), padded([0, 1]), padded([13]), padded([1])), padded([12])),
         (Ragged(padded([0]), padded([-1]), padded([0, 1]), padded([1]), padded([1])), padded([-1])),
+        (Ragged(padded([]), padded([0, 1]), padded([0]), padded([]), padded([0])), padded([0, 1])),
     ]
     for batch, positions in batches:
         values = attention_values(rng, (len(positions),), jnp.float32)
@@ -824,10 +825,19 @@ def bad_calls():
             r"must be bfloat16\[98, 2, 4, 8\], got bfloat16\[49, 4, 4, 8\]",
         ),
         "buffer of pool": (lambda: pool(state, "a", "k"), "layer 'a' has no buffer 'k', only kv"),
+        "buffer of pool, a list": (lambda: pool(state, "a", ["k"]), r"layer 'a' has no buffer \['k'\], only kv"),
         "buffer of table": (lambda: table_for(state, "a", rows, "k"), "layer 'a' has no buffer 'k', only kv"),
         "with_pool shape": (
             lambda: with_pool(state, "ssm", "h", jnp.zeros((49, 4))),
             r"must be float32\[49, 3\], got float32\[49, 4\]",
+        ),
+        "with_pool, no array": (
+            lambda: with_pool(state, "ssm", "h", object()),
+            "with_pool: array for 'ssm', 'h' must be an array, got <object",
+        ),
+        "with_pool, a list": (
+            lambda: with_pool(state, "ssm", "h", [1]),
+            r"with_pool: array for 'ssm', 'h' must be float32\[49, 3\], got int32\[1\]",
         ),
         "with_pool dtype": (
             lambda: with_pool(state, "a", "kv", jnp.zeros((49, 4, 4, 8))),
