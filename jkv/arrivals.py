@@ -18,7 +18,7 @@ import numpy as np
 
 from jkv.config import Scope
 from jkv.holdings import Holdings, Host
-from jkv.layout import HOST
+from jkv.layout import HOST, Group
 from jkv.pages import PagePool
 from jkv.radix import KEPT, NO_SLOT, Hit, Match, Node, node_of, pages_on
 from jkv.tiers.keys import page_digests, page_name, tail_digest, tail_name
@@ -154,16 +154,27 @@ class Search:
         """The pages to be read for a hit of `position` tokens; None: some are nowhere."""
         wanted = []
         whole = position // self.page_size
-        for group in self.tree.groups:
-            sinks, first, stop = group.needed(position, self.page_size)
+        needed = [(group, *group.needed(position, self.page_size)) for group in self.tree.groups]
+        # A tail's pages all come from one place: in the store they are no good for the whole page around it.
+        around = all(
+            self._has(group, whole)
+            for group, sinks, first, stop in needed
+            if tail and (first <= whole < stop or whole < sinks)
+        )
+        for group, sinks, first, stop in needed:
             for page in (*range(min(sinks, first)), *range(first, stop)):
-                if page < self.covered and self.present[group.ordinal][page]:
+                is_tail = tail is not None and page == whole
+                if around if is_tail else self._has(group, page):
                     continue
-                name = tail if tail and page == whole else page_name(self.digests[page + 1])
+                name = tail if is_tail else page_name(self.digests[page + 1])
                 if not self.shelf.has(group.name, name):
                     return None
                 wanted.append(Wanted(group.ordinal, page, name))
         return wanted
+
+    def _has(self, group: Group, page: int) -> bool:
+        """Whether the tree has a whole page."""
+        return page < self.covered and bool(self.present[group.ordinal][page])
 
     def _state(self, position: int, tail: str | None) -> list[Wanted] | None:
         """The state to be read; []: none; None: it is nowhere."""
@@ -198,7 +209,7 @@ class Arrival(Holdings):
         for group in tree.windows:
             self._live_from[group.ordinal] = group.live_from(find.tokens, size)
         # what the tree has of it stays where it is
-        self._kept = min(find.covered, find.end // size)
+        self._kept = min(find.covered, self._num_pages(find.end))
         self._first = min([self._kept, *(want.page for want in find.wanted if want.group != STATE)])
         self._anchor = self._cut_at(search.path[-1] if search.path else tree.root(scope), self._kept)
         tree.keep(self._anchor)

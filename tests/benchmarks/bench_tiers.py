@@ -5,10 +5,13 @@
 64 pages of 512 KiB in 8 layers leave the device for host memory and come back: until they have landed, or are on the
 device, in turn with a NumPy copy of the same bytes in the same run. Offload moves the bytes twice (gather, landing),
 as onboard does (a fresh array, scatter), so 0.5 of a copy is the ceiling; 0.35 is wanted. Then allocating and releasing
-64 pages of a tier of 262,144 against one of 4,096: at most 1.5.
+64 pages of a tier of 262,144 against one of 4,096, and a decode step while 64 pages go out and 64 come in
+against one without: at most 1.5 each.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -109,10 +112,70 @@ def bench_allocation(few: int, many: int) -> None:
     print(f"64 pages of {few:,}: {small * 1e4:.2f} us, of {many:,}: {large * 1e4:.2f} us   ratio {large / small:.2f}")
 
 
+def bench_decode_step(moving: int = 64) -> None:
+    """A step of a small model while `moving` pages go out and as many come in, against one without."""
+    layers = {f"layer{i}": jkv.AttentionLayer(jkv.kv_buffers(4, 64, jnp.float32)) for i in range(4)}
+    pages, rows, length, width = 1024, 8, 512, 1024
+    tiers = (jkv.DeviceTier(pages=pages), jkv.HostTier(pages=pages))
+    config = jkv.CacheConfig(layers, rows, 4096, page_size=PAGE, tiers=tiers)
+    manager = jkv.CacheManager(config)
+    state, rng = manager.init(), np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(width, width)), jnp.float32) / width**0.5 for _ in range(16)]
+
+    @functools.partial(jax.jit, donate_argnames="state")
+    def step(state, rows, positions):
+        x = jnp.ones((len(rows), width))
+        for i, name in enumerate(layers):
+            for weight in weights[4 * i : 4 * i + 4]:
+                x = jnp.tanh(x @ weight)
+            q, kv = x.reshape(len(rows), 1, -1, 64), x[:, :512].reshape(len(rows), 1, 8, 64)
+            out, state = jkv.append_attend(state, name, rows, positions, q, {"kv": kv})
+            x = x + out.reshape(x.shape)
+        return x, state
+
+    seqs = [manager.open() for _ in range(rows)]
+    for seq in seqs:
+        assert seq.resume() and seq.reserve(length)
+    state, where = manager.prepare(state, seqs)
+    manager.advance(seqs, length)
+    for seq in seqs:
+        assert seq.reserve(1)
+    state, where = manager.prepare(state, seqs)
+    positions = np.full((rows, 1), length, np.int32)
+    builder, pool, memory = manager._host.builder, manager._host.pools[0], manager._memory
+    ids = pool.allocate(4 * moving).tolist()
+    places = [HOST + page for page in pool.below.allocate(4 * moving).tolist()]
+
+    def run(pairs: list[tuple[int, int]]) -> None:
+        nonlocal state
+        for source, destination in pairs:
+            builder.copy(0, source, destination)
+        state, _ = manager.prepare(state, ())
+        x, state = step(state, where, positions)
+        x.block_until_ready()
+
+    def plain(_: int) -> None:
+        run([])
+
+    def moved(turn: int) -> None:
+        out, back = (slice(moving * (turn % 2), moving * (turn % 2 + 1)), slice(2 * moving, 3 * moving))
+        run([*zip(ids[out], places[out], strict=True), *zip(places[back], ids[back], strict=True)])
+
+    alternate(plain, moved, rounds=3)
+    without, with_moves = alternate(plain, moved, rounds=40)
+    memory.wait()
+    size = moving * manager.layout.pools[0].page_bytes / 2**20
+    print(
+        f"decode step: {without * 1e3:.1f} ms, while {moving} pages ({size:.0f} MiB) go out and {moving} come in: "
+        f"{with_moves * 1e3:.1f} ms   ratio {with_moves / without:.2f}"
+    )
+
+
 def main() -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         bench_transfers(dtype)
     bench_allocation(4_096, 262_144)
+    bench_decode_step()
 
 
 if __name__ == "__main__":
