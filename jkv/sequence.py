@@ -74,6 +74,7 @@ class Sequence(Suspension):
     # Here and not in __init__, as in Speculation.
     _arrival: Arrival | None = None  # what is being read from the store for us
     _landed: Find | None = None  # what was read
+    _promise: Match | None = None  # the match that this was for
 
     def __init__(self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool):
         super().__init__(host, host.key(scope), priority)
@@ -171,12 +172,14 @@ class Sequence(Suspension):
         host = self._host
         if self.status not in WAITING:
             raise SequenceStateError(f"resume: {self!r} is {self.status.value}, not suspended")
-        if host.memory is not None and host.memory.failures:
-            self._face_losses()
+        self._face_losses("resume")
+        landed = self._arrival is not None
+        if landed and not self._has_arrived():
+            return False
         if not host.free_rows or self._too_full():
             return False
         if self._match is None:
-            if host.shelf is not None and not self._has_arrived():
+            if host.shelf is not None and not landed and not self._has_arrived():
                 return False
             if not self._start():
                 return False
@@ -185,18 +188,25 @@ class Sequence(Suspension):
         self._take_row()
         return True
 
-    def _face_losses(self) -> None:
-        """Nobody relies on what never arrived in host memory."""
+    def _face_losses(self, operation: str) -> None:
+        """The tree forgets what never arrived in host memory; whoever has some of it is told."""
+        lost = self._host.lost_pages()
+        if lost:
+            self._host.tree.forget_lost(lost)
+            if self._match is not None and self._has_any(lost):
+                raise SequenceStateError(
+                    f"{operation}: part of {self!r} was lost on its way to host memory; close it, and open its tokens "
+                    "again"
+                )
+
+    def _find(self) -> Hit:
+        """What the tree has of the prompt, without what somebody keeps of pages that were lost."""
         host = self._host
-        lost, losses = set(host.memory.lost), sum(host.memory.failures.values())
-        if losses != host.losses:
-            host.losses = losses
-            host.tree.forget_lost(lost)
-        if self._match is not None and lost and self._has_any(lost):
-            host.losses = -1  # the tree forgets them when we do not keep them any more
-            raise SequenceStateError(
-                f"resume: part of {self!r} was lost on its way to host memory; close it, and open its tokens again"
-            )
+        hit = find(host, self._scope, self._prompt, self._max_reuse)
+        lost = host.lost_pages()
+        if lost and host.tree.relies_on(hit, lost):
+            hit = find(host, self._scope, self._prompt, 0)
+        return hit
 
     def prefetch(self, tier: str) -> bool:
         """Brings what a suspended sequence has, or would reuse now, up to `tier`, ahead of its `resume`.
@@ -207,8 +217,8 @@ class Sequence(Suspension):
           tier: "device"; "host": nothing is left in the store alone; or "store", where everything is already.
 
         Returns:
-          True: it is there, or on its way from the store (status LOADING) with its room taken. False: no room now,
-          nothing changed.
+          True: it is there, or on its way from the store (status LOADING) with its room taken; what `resume` copies
+          anyway, a snapshot and a partly matched page, stays where it is. False: no room now, nothing changed.
 
         Raises:
           ConfigError: no such tier in the config.
@@ -220,6 +230,7 @@ class Sequence(Suspension):
             raise ConfigError(f"prefetch({tier!r}): the tiers are {', '.join(tiers)}")
         if self.status not in WAITING:
             raise SequenceStateError(f"prefetch: {self!r} is {self.status.value}, not suspended")
+        self._face_losses("prefetch")
         if self._match is not None:
             if tier == "device":
                 if not self._wake_up():
@@ -228,7 +239,7 @@ class Sequence(Suspension):
             return True
         if host.shelf is not None and tier != "store" and not self._has_arrived():
             return True
-        hit = find(host, self._scope, self._prompt, self._max_reuse)
+        hit = self._find()
         if tier != "store" and look_up(host, self._scope, self._prompt, self._max_reuse, hit).tokens > hit.match.tokens:
             return False  # no room in host memory for what is in the store
         return tier != "device" or self._warm_up(hit)
@@ -243,14 +254,14 @@ class Sequence(Suspension):
             return False
         self._node, self._published = self._hold_path(node, whole), whole
         self._tables = [np.zeros(whole, np.int32) for _ in tree.groups]
+        if hit.endpoint is not None:
+            tree.touch(hit.endpoint, self._priority)
         self._onboard_path(self._node, whole)
         for group in tree.windows:
             for first, stop in self._live_ranges(group, 0, whole):
                 tree.release_window(self._node, group.ordinal, first, stop)
         tree.release(self._node, self._priority)
         self._node, self._published = None, 0
-        if hit.endpoint is not None:
-            tree.touch(hit.endpoint, self._priority)
         return True
 
     def _has_arrived(self) -> bool:
@@ -267,8 +278,9 @@ class Sequence(Suspension):
         self.status = Status.SUSPENDED
         if landed:
             return True  # what is there now is what there is: no circle of reading and evicting
-        hit = find(host, self._scope, self._prompt, self._max_reuse)
-        if hit.match.tokens < self._max_reuse:
+        hit = self._find()
+        if hit.match.tokens < self._max_reuse and not host.lost_pages():
+            self._promise = look_up(host, self._scope, self._prompt, self._max_reuse, hit)
             self._arrival = begin(host, self, self._scope, self._priority, self._prompt, self._max_reuse, hit)
             if self._arrival is not None:
                 self.status = Status.LOADING
@@ -296,7 +308,7 @@ class Sequence(Suspension):
         share = host.layout.config.max_utilization_for_resume
         own = self._own_pages()
         return any(
-            pool.total - pool.available - own[pool.ordinal] > share * pool.total
+            pool.stuck(own[pool.ordinal]) > share * pool.total
             for pool in host.pools
             if pool is not host.tree.state_pool
         )
@@ -304,7 +316,7 @@ class Sequence(Suspension):
     def _start(self) -> bool:
         """The first resume, all or nothing: match, check room, then hold, allocate and plan the copies."""
         tree, page_size = self._host.tree, self._host.layout.page_size
-        hit = find(self._host, self._scope, self._prompt, self._max_reuse)
+        hit = self._find()
         length = hit.match.tokens
         node, source, whole = self._parts_of(hit)
         if not self._has_room(node, whole, source is not None):
@@ -331,9 +343,11 @@ class Sequence(Suspension):
 
     def _with_store(self, match: Match) -> Match:
         """`match`, in which what was read from the store for us counts as the store's."""
-        if self._landed is None or self._host.tree.full is None:
+        if self._landed is None:
             return match
-        first = self._landed.covered * self._host.layout.page_size
+        if self._promise is not None and self._promise.tokens == match.tokens:
+            return dataclasses.replace(self._promise, in_flight=match.in_flight)
+        first = self._landed.covered * self._host.layout.page_size if self._host.tree.full is not None else 0
         count = min(max(0, min(match.tokens, self._landed.end) - first), match.tier_tokens.get("host", 0))
         if not count:
             return match

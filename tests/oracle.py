@@ -266,7 +266,7 @@ _layouts: dict[jkv.CacheConfig, Any] = {}
 def shared_step(state: jkv.CacheState, *args: Any, step: Any = device_step) -> jkv.CacheState:
     """`step`, compiled once per geometry: a layout is compared by identity, and each manager has its own."""
     config = state.layout.config
-    alike = dataclasses.replace(config, tiers=(config.device_tier,), model="")
+    alike = dataclasses.replace(config, tiers=(config.device_tier,), model="", reuse_backoff=0)
     layout = _layouts.setdefault(alike, state.layout)
     done = step(dataclasses.replace(state, layout=layout), *args)
     return dataclasses.replace(done, layout=state.layout)
@@ -549,9 +549,9 @@ class World:
     """A manager, its state, and everything that the oracle knows about both."""
 
     def __init__(self, groups: str = "full", *, chunk: int | None = None, **config: Any):
-        pages = config.get("pages")
-        if isinstance(pages, dict):
-            config["pages"] = tuple(pages.items())
+        for tier in ("pages", "host"):
+            if isinstance(config.get(tier), dict):
+                config[tier] = tuple(config[tier].items())
         self.config = make_config(groups, **config)
         self.groups = groups.split()
         self.page_size = self.config.page_size
@@ -970,9 +970,7 @@ class World:
         scales, shifts = self.folds((1, width), [new[: i + 1] for i in range(n)])
         rows, length = np.array([run.seq.row], np.int32), np.array([run.seq.length], np.int32)
         accepted = jnp.array([accepted], jnp.int32)
-        self.state = shared_step(
-            self.state, rows, length, accepted, offsets, values, scales, shifts, step=verify_step
-        )
+        self.state = shared_step(self.state, rows, length, accepted, offsets, values, scales, shifts, step=verify_step)
         self.fetch()
         self.verify()
 
@@ -1051,7 +1049,7 @@ class World:
         self.settle()
         match = self.probe(prompt, **options)
         run = self.start(prompt, **{"max_reuse": len(join(prompt)), **options})
-        assert run.seq.match == match
+        assert run.seq.match == match, f"{run.seq.match}, but the probe said {match}"
         self.prepare(run)
         run.close()
         return match.tokens

@@ -189,6 +189,19 @@ def test_group_sampling_fails_where_a_sample_differs(
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED: max_reuse=0: samples [1] differ from those of the fork"
 
 
+# ---- offload ---------------------------------------------------------------------------------------------------------
+
+
+def test_offload_goes_on_from_every_tier(importable: None, capsys: pytest.CaptureFixture[str]) -> None:
+    offload = importlib.import_module("offload")
+    arguments = ["--conversations", "5", "--turns", "3", "--device", "1", "--host", "2"]
+    assert offload.main(arguments) == 0
+    output = capsys.readouterr().out.splitlines()
+    assert output[-1].startswith("OK: all ")
+    reused = {line.split()[0]: int(line.split()[1]) for line in output if line.startswith(("host", "store"))}
+    assert reused["host"] > 0 and reused["store"] > 0
+
+
 # ---- speculative_decode ----------------------------------------------------------------------------------------------
 
 

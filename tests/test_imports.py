@@ -37,7 +37,7 @@ BELOW = {
     "room": "holdings radix layout errors",
     "speculation": "room holdings radix errors",
     "suspension": "speculation radix pages layout errors",
-    "arrivals": "holdings radix pages layout config tiers.keys",
+    "arrivals": "holdings radix layout config tiers.keys",
     "sequence": "suspension speculation arrivals holdings ledger radix config errors",
     "batches": "sequence holdings config errors",
     "resizing": "sequence holdings eviction radix pages layout errors",

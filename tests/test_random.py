@@ -1,7 +1,10 @@
 """A random driver: every kind of call in any order, every byte compared, every match against a brute-force model.
 
-`pytest tests/test_random.py --random-steps 5000 --random-seed 7` looks longer, and elsewhere.
+With one, two and three tiers. `pytest tests/test_random.py --random-steps 5000 --random-seed 7` looks longer, and
+elsewhere.
 """
+
+import pathlib
 
 import numpy as np
 import pytest
@@ -54,6 +57,53 @@ CONFIGS = {
     "recurrent, tiny": ("recurrent", {"pages": 4, "page_size": 5, "max_length": 40, "max_sequences": 3}, False),
 }
 
+# name: (groups, config), with host memory below the device. Everything is tiny, so that everything moves.
+HOST_CONFIGS = {
+    "full": ("full", {"pages": 10, "host": 7, "max_length": 40}),
+    "full, P=1": ("full", {"pages": 40, "host": 30, "page_size": 1, "max_length": 40}),
+    "full+window": ("full window:6", {"pages": {"full": 10, "window:6": 11}, "host": 9, "max_length": 40}),
+    "full+window, shared": ("full window:7", {"pages": 21, "host": 9, "max_length": 40, "shared": True}),
+    "full+window, min_snapshot": ("full window:6", {"pages": 12, "host": 12, "max_length": 40, "min_snapshot": True}),
+    "window and sinks": ("window:5+3", {"pages": 12, "host": 6, "max_length": 40}),
+    "windows and sinks, shared, min_snapshot": (
+        "window:1+6 window:6",
+        {"pages": 21, "host": 9, "max_length": 30, "page_size": 3, "min_snapshot": True, "shared": True},
+    ),
+    "full+recurrent": ("full recurrent", {"pages": {"full": 12, "recurrent": 5}, "host": 9, "max_length": 40}),
+    "full+window+recurrent": (
+        "full window:4+2 recurrent",
+        {"pages": {"full": 12, "window:4+2": 12, "recurrent": 5}, "host": 14, "max_length": 40},
+    ),
+    "full+window+recurrent, one slot": (
+        "full window:5 recurrent",
+        {
+            "pages": {"full": 9, "window:5": 8, "recurrent": 2},
+            "host": 3,
+            "page_size": 5,
+            "max_length": 40,
+            "max_sequences": 2,
+        },
+    ),
+    "recurrent": ("recurrent", {"pages": 4, "host": 5, "page_size": 5, "max_length": 40, "max_sequences": 3}),
+}
+
+# and a store below that.
+STORE_CONFIGS = {
+    "full": ("full", {"pages": 10, "host": 6, "max_length": 40}),
+    "full, whole pages": ("full", {"pages": 12, "host": 9, "max_length": 40, "partial_reuse": False}),
+    "full+window": ("full window:6", {"pages": 12, "host": 9, "max_length": 40}),
+    "window and sinks": ("window:5+3", {"pages": 12, "host": 7, "max_length": 40}),
+    "full+recurrent, backoff": (
+        "full recurrent",
+        {"pages": {"full": 12, "recurrent": 5}, "host": 8, "max_length": 40, "reuse_backoff": 1},
+    ),
+    "full+window+recurrent": (
+        "full window:4+2 recurrent",
+        {"pages": {"full": 12, "window:4+2": 12, "recurrent": 5}, "host": 10, "max_length": 40},
+    ),
+    "recurrent": ("recurrent", {"pages": 4, "host": 3, "page_size": 5, "max_length": 40, "max_sequences": 3}),
+}
+
 ALPHABET = 3
 SCOPES = (jkv.Scope(), jkv.Scope(salt=0))
 
@@ -72,6 +122,7 @@ class Model:
         self.clear()
 
     def clear(self):
+        """A manager without a store forgets everything."""
         self.strings = {scope: {} for scope in SCOPES}  # published tokens; keys are their bytes
         self.states = {scope: set() for scope in SCOPES}  # prefixes that have a snapshot, as bytes
 
@@ -102,11 +153,14 @@ class Model:
 class Driver:
     """Random calls on one World."""
 
-    def __init__(self, groups, config, exact, seed):
+    def __init__(self, groups, config, exact, seed, ops=None):
         self.rng = np.random.default_rng(seed)
+        self.ops = ops or OPS
         self.w = World(groups, **{"max_length": 64, "max_sequences": 4, **config})
         self.model = Model(self.w)
         self.exact = exact
+        self.tiers = self.w.manager.stats().tiers
+        self.store = "store" in self.tiers
         self.log = []
         self.seen = [np.zeros(0, np.int32)]
         self.longest = self.w.config.max_length
@@ -141,7 +195,7 @@ class Driver:
         return [r for r in self.w.runs if r.seq.status == "active" and bool(r.flying) == in_flight]
 
     def idle(self):
-        return [r for r in self.w.runs if r.seq.status == "suspended"]
+        return [r for r in self.w.runs if r.seq.status in ("suspended", "loading")]
 
     # -- operations
 
@@ -162,18 +216,22 @@ class Driver:
         if run is not None:
             self.resume(run)
 
-    def resume(self, run):
-        before = self.w.manager.stats()
+    def resume(self, run, wait=False):
+        before, status = self.w.stats(), run.seq.status
         match = run.seq.match
         self.note("resume", run)
-        if not run.resume():
-            assert self.w.manager.stats() == before
-            self.note("  refused")
+        if not (run.arrive() if wait else run.resume()):
+            self.note("  refused", run.seq.status)
+            if "loading" in (status, run.seq.status) or (wait and self.store):
+                return
+            assert self.w.stats() == before
             alone = not any(r.seq.status == "active" for r in self.w.runs)
-            others = [r for r in self.w.runs if r is not run and r.started]
+            others = [r for r in self.w.runs if r is not run and (r.started or r.seq.status == "loading")]
             assert not (alone and (run.started or not others)), f"{run} is alone and cannot resume: {before}"
             return
-        assert run.seq.match == match
+        if run.checked or not self.store:
+            assert run.seq.match == match
+        match = run.seq.match
         if not run.checked:
             run.checked = True
             self.check_match(match, run.prompt, run.scope, run.max_reuse)
@@ -225,10 +283,10 @@ class Driver:
             if n == 0:
                 continue
             extra = int(self.rng.integers(0, self.longest - run.seq.length - n + 1)) if self.chance(0.2) else 0
-            before = self.w.manager.stats()
+            before = self.w.stats()
             if not run.reserve(n + extra):
                 self.note("no room", run, n + extra)
-                assert self.w.manager.stats() == before
+                assert self.w.stats() == before
                 if self.chance(0.3):
                     self.close(self.pick([r for r in self.w.runs if r not in [run for run, _ in going]]))
                 continue
@@ -328,6 +386,56 @@ class Driver:
             self.note("suspend", run)
             run.suspend()
 
+    def op_prefetch(self):
+        run = self.pick(self.idle())
+        if run is not None:
+            tier = self.pick(list(self.tiers))
+            self.note("prefetch", run, tier)
+            before, status = self.w.stats(), run.seq.status
+            if not run.prefetch(tier):
+                self.note("  refused")
+                assert status == "loading" or self.w.stats() == before
+
+    def op_pace(self):
+        """What goes to host memory takes its time, and nobody waits for it."""
+        self.w.waits = self.chance(0.3)
+        if self.chance(0.3):
+            self.w.delay(0.002)
+
+    def op_reset(self):
+        self.note("reset")
+        self.w.reset()
+        assert all(pool.tree == pool.private == 0 for pool in self.w.pools().values())
+
+    def op_restart(self):
+        killed = self.chance(0.3)
+        self.note("restart", "killed" * killed)
+        if not killed:
+            for run in list(self.w.runs):
+                self.close(run)
+        self.w.restart(killed=killed)
+
+    def op_damage(self):
+        """Somebody lays hands on a file of the store."""
+        files = sorted(p for p in pathlib.Path(self.w.config.store_tier.location).rglob("*") if p.is_file())
+        if not files:
+            return
+        self.w.settle()
+        self.w.faulty = ("store",)
+        file, way = files[self.rng.integers(len(files))], self.rng.integers(3)
+        self.note("damage", file, way)
+        if way == 0:
+            file.unlink(missing_ok=True)
+        elif file.exists() and file.stat().st_size:
+            value = bytearray(file.read_bytes())
+            at = int(self.rng.integers(len(value)))
+            value = (
+                value[:at]
+                if way == 1
+                else value[:at] + bytes([value[at] ^ 1 << self.rng.integers(8)]) + value[at + 1 :]
+            )
+            file.write_bytes(value)
+
     def op_stop_committing(self):
         run = self.pick([r for r in self.active() if not r.ended])
         if run is not None and self.chance(0.3):
@@ -363,18 +471,18 @@ class Driver:
         self.note("drain")
         for run in list(self.w.runs):
             self.close(run)
-        for name, pool in self.w.pools().items():
-            assert pool.private == 0 and pool.evictable == pool.tree, f"{name}: {pool}"
+        self.nobody_owns_anything()
         if self.chance(0.3):
             self.note("clear")
             self.w.manager.clear()
             self.w.check()
-            self.model.clear()
-            assert all(pool.free == pool.total for pool in self.w.pools().values())
+            if not self.store:
+                self.model.clear()
+            assert all(pool.free == pool.total for _, _, pool in self.w.every_pool())
         run = Run(self.w, self.random_tokens(self.longest))
         run.max_reuse = len(run.prompt) - 1
         run.planned, run.flying = [], False
-        self.resume(run)
+        self.resume(run, wait=True)
         assert run.seq.status == "active"
         points = run.seq.snapshot_points
         run.dispatch(run.prompt[run.seq.length :])
@@ -382,15 +490,19 @@ class Driver:
         self.plan(run, None, points)
         self.close(run)
 
+    def nobody_owns_anything(self):
+        for tier, name, pool in self.w.every_pool():
+            assert pool.private == 0 and pool.evictable == pool.tree, f"{tier} {name}: {pool}"
+
     def run(self, steps):
-        names, weights = list(OPS), np.array(list(OPS.values()))
+        names, weights = list(self.ops), np.array(list(self.ops.values()))
         for _ in range(steps):
             getattr(self, f"op_{self.rng.choice(names, p=weights / weights.sum())}")()
         for run in list(self.w.runs):
             self.close(run)
+        self.w.waits = True
         self.w.flush()
-        for pool in self.w.pools().values():
-            assert pool.private == 0 and pool.evictable == pool.tree
+        self.nobody_owns_anything()
 
 
 OPS = {
@@ -398,19 +510,41 @@ OPS = {
     "suspend": 1.5, "stop_committing": 0.5, "close": 3, "flush": 0.5, "drain": 0.3,
 }  # fmt: skip
 
+HOST_OPS = {**OPS, "suspend": 4, "resume": 4, "prefetch": 1, "pace": 0.5, "reset": 0.1}
+STORE_OPS = {**HOST_OPS, "restart": 0.2}
+
 Run.checked = False
+
+
+def drive(driver, name, request, share=1.0):
+    try:
+        driver.run(int(share * request.config.getoption("--random-steps")))
+    except BaseException as error:
+        last, seed = "\n  ".join(driver.log[-60:]), request.config.getoption("--random-seed")
+        error.add_note(f"{name!r} with --random-seed {seed}, the last of {len(driver.log)} operations:\n  {last}")
+        raise
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_random_traffic(name, request):
-    seed = request.config.getoption("--random-seed")
-    driver = Driver(*CONFIGS[name], seed=[seed, list(CONFIGS).index(name)])
-    try:
-        driver.run(request.config.getoption("--random-steps"))
-    except BaseException as error:
-        last = "\n  ".join(driver.log[-60:])
-        error.add_note(f"{name!r} with --random-seed {seed}, the last of {len(driver.log)} operations:\n  {last}")
-        raise
+    seed = [request.config.getoption("--random-seed"), list(CONFIGS).index(name)]
+    drive(Driver(*CONFIGS[name], seed=seed), name, request)
+
+
+@pytest.mark.parametrize("name", HOST_CONFIGS)
+def test_random_traffic_with_host_memory(name, request):
+    seed = [request.config.getoption("--random-seed"), list(HOST_CONFIGS).index(name)]
+    drive(Driver(*HOST_CONFIGS[name], False, seed, HOST_OPS), name, request, 0.3)
+
+
+@pytest.mark.parametrize("damage", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("name", STORE_CONFIGS)
+def test_random_traffic_with_a_store(name, damage, request, tmp_path):
+    seed = [request.config.getoption("--random-seed"), list(STORE_CONFIGS).index(name)]
+    groups, config = STORE_CONFIGS[name]
+    config = {**config, "store": jkv.StoreTier(str(tmp_path), bytes=5_000 if damage else None)}
+    ops = {**STORE_OPS, "damage": 1} if damage else STORE_OPS
+    drive(Driver(groups, config, False, seed, ops), name, request, 0.15 if damage else 0.3)
 
 
 @pytest.mark.parametrize("name", ["full+window+recurrent, tiny", "full+window, shared, tiny"])

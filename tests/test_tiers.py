@@ -356,3 +356,19 @@ def test_nothing_waits_for_a_copy_that_nobody_needs():
     assert np.asarray(jkv.gather(state, "full.0", np.array([seq.row]), 8)["k"]).shape[1] == 8
     gate.set()
     memory.wait()
+
+
+@pytest.mark.parametrize("groups", ["full window:8", "full window:8 recurrent"])
+def test_what_comes_from_the_store_never_overwrites_what_is_on_its_way_there(groups, tmp_path):
+    """Room for an arrival is made by evicting pages that the next plan is yet to write to the store."""
+    store = jkv.StoreTier(tmp_path)
+    world = World(groups, pages=24, host=24, store=store, max_length=100, shared=True)
+    texts = [tokens(8, i) for i in range(6)]
+    for turn in range(3):
+        for i in range(6):
+            texts[i] = join(texts[i], tokens(6 + i % 3, f"{turn}.{i}"))
+            run = world.open(texts[i])
+            resume(run)
+            run.prefill()
+            run.close()
+    assert world.manager.stats().tiers["store"].reads > 0

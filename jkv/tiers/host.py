@@ -58,6 +58,7 @@ class Landing:
     job: Future | None = None
 
 
+NO_LOADS = np.zeros((2, 0), np.int32)
 NONE: Mapping[Key, Landing] = MappingProxyType({})
 
 
@@ -162,12 +163,12 @@ def _loaded(state: CacheState, load: Load) -> CacheState:
 
 def _overwrites(plan: Plan) -> bool:
     """Whether the plan writes to a host page that it loads: what is there now has to be read first."""
-    written = [{pool: set(pages[1].tolist()) for pool, pages in kind.items()} for kind in (plan.saves, plan.moves)]
-    return any(
-        not pages.get(pool, set()).isdisjoint(sources[0].tolist())
-        for pages in written
-        for pool, sources in plan.loads.items()
+    loaded = {(pool, page) for pool, pages in plan.loads.items() for page in pages[0].tolist()}
+    saved = (
+        (pool, page) for kind in (plan.saves, plan.moves) for pool, pages in kind.items() for page in pages[1].tolist()
     )
+    given = ((each.pool, each.place - HOST) for each in plan.given)
+    return bool(loaded) and not loaded.isdisjoint((*saved, *given))
 
 
 def _keep_freed_memory() -> None:
@@ -246,9 +247,9 @@ class HostMemory:
         Returns:
           The state after the plan.
         """
-        if not (plan.saves or plan.loads or plan.moves or plan.writes):
+        if not (plan.saves or plan.loads or plan.moves or plan.writes or plan.given):
             return apply(state, plan)
-        loads: Iterable[Load] = self._read(state, plan.loads)  # lazily: what is read is still in the CPU's cache
+        loads: Iterable[Load] = self._read(state, plan)  # lazily: what is read is still in the CPU's cache
         if _overwrites(plan):
             loads = list(loads)
         self._change(state, plan)
@@ -264,10 +265,13 @@ class HostMemory:
 
     def put(self, pool: int, page: int, parts: Sequence[memoryview | np.ndarray]) -> None:
         """A host page shall hold these bytes per layer and buffer, which nobody may change any more."""
+        self._fill("put", pool, [page], self._views(pool, parts))
+
+    def _views(self, pool: int, parts: Sequence[memoryview | np.ndarray]) -> Parts:
         views = [np.frombuffer(part, np.uint8) for part in parts]
         if [len(view) for view in views] != self._sizes[pool]:
             raise IntegrityError(f"pool {pool}: parts of {[len(v) for v in views]} bytes, not {self._sizes[pool]}")
-        self._fill("put", pool, [page], views)
+        return views
 
     def split(self, pool: int, value: memoryview) -> list[memoryview]:
         """The parts, per layer and buffer, of a page's bytes."""
@@ -287,19 +291,20 @@ class HostMemory:
         self.wait()
         self._worker.shutdown()
 
-    def resize(self, pages: Sequence[int], moved: Mapping[int, np.ndarray]) -> None:
+    def resize(self, pages: Sequence[int], move: Callable[[], Mapping[int, np.ndarray]]) -> None:
         """Other arenas, with what is in the present ones. MemoryError: nothing has changed.
 
         Args:
           pages: pages per pool from now on.
-          moved: {pool ordinal: int32[2, n]}: pages that are [1] from now on, and [0] till now; others keep their ids,
-            those beyond the new size are dropped.
+          move: called once nothing can go wrong any more; gives {pool ordinal: int32[2, n]}: pages that are [1] from
+            now on, and [0] till now; others keep their ids, those beyond the new size are dropped.
         """
         self.wait()
         arenas = [
             arenas if len(arenas[0]) == 1 + count else [np.zeros((1 + count, a.shape[1]), np.uint8) for a in arenas]
             for count, arenas in zip(pages, self._arenas, strict=True)
         ]
+        moved = move()
         lost = {(pool, page) for pool, page in self.lost if page <= pages[pool]}
         for pool, (old, new) in enumerate(zip(self._arenas, arenas, strict=True)):
             sources, destinations = moved.get(pool, np.zeros((2, 0), np.int32))
@@ -320,10 +325,15 @@ class HostMemory:
 
     # ------------------------------------------------------------------------------------------------------- loads
 
-    def _read(self, state: CacheState, loads: Pages) -> Iterator[Load]:
+    def _read(self, state: CacheState, plan: Plan) -> Iterator[Load]:
         """What a plan loads, a dispatch at a time. The state's arrays may be gone by then."""
-        for pool, pages in loads.items():
-            copied: list[tuple[int, int, Parts | None]] = []  # host page, device page, its bytes if not the arenas'
+        given = [
+            (each.pool, each.place, self._views(each.pool, each.parts)) for each in plan.given if each.place < HOST
+        ]
+        for pool in sorted({*plan.loads, *(pool for pool, _, _ in given)}):
+            pages = plan.loads.get(pool, NO_LOADS)
+            # host page, device page, its bytes if not the arenas'
+            copied: list[tuple[int, int, Parts | None]] = [(0, page, parts) for p, page, parts in given if p == pool]
             served: dict[int, tuple[Arrays, list[tuple[int, int]]]] = {}  # gathered arrays, (row, device page) each
             for source, destination in pages.T.tolist():
                 landing = self._arriving((pool, source))
@@ -389,6 +399,9 @@ class HostMemory:
             # the pages that are saved come first in the gathered arrays
             for part in _in_dispatches(sorted(leaving.items(), key=lambda item: not item[1][0])):
                 self._gather(state, pool, part)
+        for each in plan.given:
+            if each.place >= HOST:
+                self.put(each.pool, each.place - HOST, each.parts)
         if plan.moves:
             self._submit("move", functools.partial(self._place, plan.moves, taken, broken), landings)
             self.lost |= lost
