@@ -259,3 +259,115 @@ def test_a_tail_that_gets_copies_gets_only_what_its_endpoint_needs():
     c.close()
     b.stop_committing()
     w.flush()
+
+
+# --- tiers -------------------------------------------------------------------------------------------------------
+
+
+def test_room_for_what_comes_from_the_store_is_not_what_goes_there(tmp_path):
+    """b is read into the pages that a is evicted from, while a's way to the store is only planned."""
+    w = World("full", pages=8, host=4, store=jkv.StoreTier(tmp_path), max_length=32, max_sequences=2)
+    w.turn(tokens(16, "b"))
+    w.restart()
+    w.turn(tokens(16, "a"))
+    x = w.start(fresh())
+    x.dispatch(fresh(31))
+    x.advance()
+    w.flush()
+    x.close()
+    w.flush()
+    w.settle()
+    assert w.probe(tokens(16, "a")).tier_tokens == {"host": 16}
+    b = w.open(join(tokens(16, "b"), [7]))
+    assert b.arrive() and b.reused == 16
+    w.flush()
+    w.settle()
+    b.close()
+    w.restart(killed=True)
+    a = w.open(join(tokens(16, "a"), [9]))
+    assert a.arrive() and a.reused == 16
+    w.prepare(a)  # verifies what the store gave
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """A world whose prompt "a" is kept by the suspended sequence `a`, and was lost on its way to host memory."""
+    from jkv.tiers import host
+
+    w = World("full", pages=8, host=12, max_length=32, max_sequences=2)
+    w.faulty, w.waits = ("host",), False
+    a = w.start(tokens(17, "a"))
+    a.dispatch(tokens(17, "a")[:16])
+    a.commit()
+    a.suspend()
+
+    def fails(*_):
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_gather", fails)
+        x = w.start(fresh())
+        x.dispatch(fresh(31))
+        x.advance()
+        w.flush()
+        w.manager._memory.wait()
+    x.close()
+    w.flush()
+    assert w.manager._memory.lost
+    return w, a
+
+
+def serves(w, prompt, reused):
+    """A lookup reuses that much, every byte of it right."""
+    run = w.start(prompt)
+    assert run.reused == reused
+    w.flush()
+    run.close()
+
+
+def test_nobody_else_gets_what_was_lost_while_a_sequence_keeps_it(lost):
+    w, a = lost
+    serves(w, join(tokens(16, "a"), [5]), 0)
+    for operation in (a.seq.resume, lambda: a.seq.prefetch("device")):
+        with pytest.raises(jkv.SequenceStateError, match="was lost on its way"):
+            operation()
+    w.start(fresh(3)).close()
+    a.close()
+    serves(w, join(tokens(16, "a"), [5]), 0)
+
+
+def test_what_was_lost_can_be_computed_again(lost):
+    w, a = lost
+    b = w.start(tokens(16, "a"), max_reuse=0)
+    b.prefill()
+    w.flush()
+    b.close()
+    a.close()
+    serves(w, join(tokens(16, "a"), [5]), 16)
+
+
+def test_prefetch_does_not_rank_an_endpoint_that_its_own_room_cost():
+    pages = {"window:8": 3, "recurrent": 2}
+    host = (("window:8", 3), ("recurrent", 4))
+    w = World("window:8 recurrent", pages=pages, host=host, max_length=12, max_sequences=1)
+    w.turn(tokens(10, "a"), snapshot=False)
+    w.flush()
+    w.turn(tokens(10, "b"), max_reuse=0, snapshot=False)
+    w.flush()
+    run = w.open(join(tokens(10, "a"), [1]))
+    run.seq.prefetch("device")
+    w.check()
+    run.close()
+    for i in range(8):
+        w.turn(tokens(12, 100 + i), max_reuse=0)
+
+
+def test_s43_counts_a_suspended_sequences_own_pages_once():
+    w = World("full", pages=200, host=100, max_length=1000, max_sequences=2)
+    b = w.start(tokens(9, "b")).prefill()
+    b.suspend()
+    a = w.start(fresh())
+    a.dispatch(fresh(195 * 4))
+    a.advance()
+    w.flush()
+    assert not b.resume()  # 195 of 200 pages are stuck without b's own: more than 0.97
