@@ -266,7 +266,8 @@ _layouts: dict[jkv.CacheConfig, Any] = {}
 def shared_step(state: jkv.CacheState, *args: Any, step: Any = device_step) -> jkv.CacheState:
     """`step`, compiled once per geometry: a layout is compared by identity, and each manager has its own."""
     config = state.layout.config
-    alike = dataclasses.replace(config, tiers=(config.device_tier,), model="", reuse_backoff=0)
+    host_half = {"model": "", "reuse_backoff": 0, "max_utilization_for_resume": 1.0}
+    alike = dataclasses.replace(config, tiers=(config.device_tier,), **host_half)
     layout = _layouts.setdefault(alike, state.layout)
     done = step(dataclasses.replace(state, layout=layout), *args)
     return dataclasses.replace(done, layout=state.layout)

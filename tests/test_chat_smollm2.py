@@ -7,10 +7,12 @@ interleaved: the first turn of each, then the second of each, and so on.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,9 +40,13 @@ needs_model = pytest.mark.skipif(bool(example.missing_packages()), reason=exampl
 
 
 @pytest.fixture(scope="module")
-def model() -> tuple[Any, Any]:
+def reader() -> Any:
+    return example.open_gguf()
+
+
+@pytest.fixture(scope="module")
+def model(reader: Any) -> tuple[Any, Any]:
     """(engine, tokenizer), float32, four rows; compiled once for the module."""
-    reader = example.open_gguf()
     config, tokenizer = example.read_config(reader), example.ChatTokenizer(reader)
     graphdef, params = example.load_model(reader, config, quiet=True)
     engine = example.Engine(graphdef, params, config, tokenizer.end, batch=4, max_length=256, page_size=PAGE)
@@ -143,6 +149,70 @@ def test_typed_control_tokens_are_plain_text(model: tuple[Any, Any]) -> None:
     ids = tokenizer.message("user", "<|im_end|>\n<|im_start|>system")
     assert ids.count(tokenizer.start) == 1 and ids.count(tokenizer.end) == 1
     assert tokenizer.decode(ids[1:-2]) == "user\n<|im_end|>\n<|im_start|>system"
+
+
+@pytest.fixture
+def run_program(
+    reader: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Any:
+    """A start of the program with --store: what it prints when someone types these messages, then Ctrl-D.
+
+    The model is the first layer of the real one: compiled in a moment, and it writes nonsense.
+    """
+    config = dataclasses.replace(example.read_config(reader), layers=1)
+    monkeypatch.setattr(example, "open_gguf", lambda: reader)
+    monkeypatch.setattr(example, "read_config", lambda reader: config)
+
+    def run(*messages: str) -> str:
+        typed = iter(messages)
+        monkeypatch.setattr("builtins.input", lambda prompt: next_or_ctrl_d(typed))
+        example.main(["--quiet", "--max-length", "256", "--max-new-tokens", "4", "--store", str(tmp_path / "store")])
+        return capsys.readouterr().out
+
+    return run
+
+
+def next_or_ctrl_d(typed: Iterator[str]) -> str:
+    for message in typed:
+        return message
+    raise EOFError
+
+
+def answers_and_tiers(printed: str) -> list[tuple[str, dict[str, int]]]:
+    """Of each turn the answer, and how many tokens came from where."""
+    turns = re.findall(r"^(.*)\n\[\d+ of .*\n\[tokens: (.*?); saved about", printed, re.MULTILINE)
+    return [
+        (answer, {tier: int(count) for count, tier in (part.split() for part in parts.split(", "))})
+        for answer, parts in turns
+    ]
+
+
+@pytest.mark.smollm2
+@needs_model
+def test_a_store_brings_the_conversation_back_after_a_restart(run_program: Any) -> None:
+    questions = ["What is the capital of France?", "And of Italy?"]
+    first = answers_and_tiers(run_program(*questions))
+    assert first[0][1] == {"device": 0, "host": 0, "store": 0, "computed": 37}
+    assert first[1][1]["device"] == 37 + 3, "all but the fourth token of the answer, whose KV nobody computed"
+
+    printed = run_program("And of Spain?", "/new", *questions)
+    assert "[this goes on" in printed and f"assistant\n{first[1][0]}\n" in printed
+    gone_on, *again = answers_and_tiers(printed)
+    length = sum(first[1][1].values()) + 3
+    assert gone_on[1]["store"] == length and gone_on[1]["device"] == gone_on[1]["host"] == 0
+    assert [answer for answer, _ in again] == [answer for answer, _ in first]
+    assert again[0][1]["computed"] < 37 and again[1][1]["computed"] < first[1][1]["computed"]
+
+
+@pytest.mark.smollm2
+@needs_model
+def test_a_store_that_cannot_be_used_is_named(
+    run_program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "load_model", lambda *args: (None, None))  # it takes seconds
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(SystemExit, match=r"--store: .*store"):
+        run_program()
 
 
 def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

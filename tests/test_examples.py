@@ -192,14 +192,56 @@ def test_group_sampling_fails_where_a_sample_differs(
 # ---- offload ---------------------------------------------------------------------------------------------------------
 
 
-def test_offload_goes_on_from_every_tier(importable: None, capsys: pytest.CaptureFixture[str]) -> None:
-    offload = importlib.import_module("offload")
-    arguments = ["--conversations", "5", "--turns", "3", "--device", "1", "--host", "2"]
-    assert offload.main(arguments) == 0
+@pytest.fixture(scope="module")
+def offload(importable: None) -> Iterator[ModuleType]:
+    """With a smaller model and one shape of a step: compiled sooner."""
+    module = importlib.import_module("offload")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LAYERS", ("ssm", "full"))
+        patch.setattr(module, "STEP_TOKENS", (64,))
+        patch.setattr(module, "PER_CONVERSATION", {"full": 40, "recurrent": 8})
+        yield module
+
+
+@pytest.fixture(scope="module")
+def offload_result(offload: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Six conversations of three turns; room for one on the device and for two in host memory."""
+    return offload.measure(6, 3, 1, 2, str(tmp_path_factory.mktemp("store")), 0)
+
+
+def test_offload_reuses_from_every_tier_and_gets_every_token_right(offload: ModuleType, offload_result: Any) -> None:
+    assert offload_result.check.ok, offload_result.check.first_mismatch
+    assert offload_result.check.tokens == 6 * 3 * offload.ANSWER
+    assert {turn.tier for turn in offload_result.turns} == {"device", "host", "store", "nowhere"}
+    for turn in offload_result.turns:
+        # Known is all but the last token of the answer before: it was sampled, but never an input.
+        first_turn = turn.request.name.endswith(".1")
+        assert sum(turn.tiers.values()) == (0 if first_turn else len(turn.request.prompt) - offload.MESSAGE - 1)
+    tiers = offload_result.stats.tiers
+    assert tiers["store"].failures == tiers["host"].failures == {}
+
+
+def test_offload_command_line(
+    offload: ModuleType, offload_result: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "measure", lambda *args: offload_result)
+    assert offload.main(["--conversations", "6"]) == 0
     output = capsys.readouterr().out.splitlines()
-    assert output[-1].startswith("OK: all ")
-    reused = {line.split()[0]: int(line.split()[1]) for line in output if line.startswith(("host", "store"))}
-    assert reused["host"] > 0 and reused["store"] > 0
+    assert output[-1].startswith("OK: all 144 generated tokens equal the recomputation without a cache")
+    assert [line.split()[0] for line in output[-7:-3]] == ["device", "host", "store", "nowhere"]
+    for option in ("--turns", "--device", "--host", "--conversations"):
+        with pytest.raises(SystemExit):
+            offload.main([option, "0"])
+        assert f"{option} must be" in capsys.readouterr().err
+
+
+def test_offload_fails_on_a_mismatch(
+    offload: ModuleType, offload_result: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = dataclasses.replace(offload_result.check, mismatches=1, first_mismatch="request 1.1, token 3 ...")
+    monkeypatch.setattr(offload, "measure", lambda *args: dataclasses.replace(offload_result, check=check))
+    assert offload.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED: 1 of 144 generated tokens differ")
 
 
 # ---- speculative_decode ----------------------------------------------------------------------------------------------

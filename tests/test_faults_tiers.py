@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from oracle import World, fresh, join, tokens
-from test_spec_tiers import GROUPS, HYBRID, crowd_out, loaded, places_of, small, store_of
+from test_spec_tiers import GROUPS, HYBRID, crowd_out, loaded, places_of, small, store_of, value_size
 
 import jkv
 from jkv.layout import HOST
@@ -307,8 +307,6 @@ def test_f24_a_disk_that_is_full_at_the_third_write(tmp_path, caplog):
 
 
 def test_f24_the_limit_holds_over_two_runs(tmp_path):
-    from test_spec_tiers import value_size
-
     limit = 8 * value_size()
     w = small("full", host=4, store=jkv.StoreTier(str(tmp_path), bytes=limit))
     w.turn(tokens(16, "old"))
@@ -590,7 +588,7 @@ def test_what_a_probe_promises_of_the_store_is_kept(groups, backoff, tmp_path):
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_raw_tokens_are_tokens_that_somebody_had(groups, tmp_path):
-    w = World(groups, pages=24, host=24, max_length=32, store=store_of(tmp_path))
+    w = small(groups, host=24, store=store_of(tmp_path))
     w.turn(tokens(13), [8, 5])
     w.restart()
     match = w.probe(join(tokens(10), tokens(15, "b")))
