@@ -226,12 +226,6 @@ class Arrival(Holdings):
             tree.release_child(node, self._priority)
         return node
 
-    def _change_windows(self, node: Node, first: int, stop: int, amount: int) -> None:
-        tree = self._host.tree
-        for group in tree.windows:
-            for start, end in self._live_ranges(group, first, stop):
-                tree.change_window(node, group.ordinal, start, end, amount)
-
     # --- room --------------------------------------------------------------------------------------------------------
 
     def _counts(self) -> list[int]:

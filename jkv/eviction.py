@@ -18,7 +18,7 @@ import numpy as np
 from jkv.config import Scope
 from jkv.errors import IntegrityError
 from jkv.layout import HOST, Layout
-from jkv.pages import Claim, PagePool
+from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import PlanBuilder
 from jkv.radix import HOLDS, NO_SLOT, STAYS, Endpoint, Hit, Node, path_to, spans
 from jkv.retention import Retention
@@ -203,8 +203,7 @@ class Eviction(Retention):
             if group.pool == pool.ordinal:
                 for node, a, b in self._needed_spans(endpoint, group):
                     places, uses = node.pages[g][a:b], node.uses[g][a:b]
-                    here = (places >= HOST) if pool.offset else (places > 0) & (places < HOST)
-                    here &= (uses & STAYS) == 0
+                    here = pool.here(places) & ((uses & STAYS) == 0)
                     found.append((node, g, a + here.nonzero()[0]))
         return found
 
@@ -315,7 +314,7 @@ class Eviction(Retention):
     def _move_kept_window(self, node: Node, g: int, short: int) -> None:
         pool, size = self.group_pools[g], self.num_pages(node)
         places, uses = node.pages[g][:size], node.uses[g][:size]
-        at = ((places > 0) & (places < HOST) & ((uses & STAYS) > 0) & ((uses & HOLDS) == 0)).nonzero()[0]
+        at = (on_device(places) & ((uses & STAYS) > 0) & ((uses & HOLDS) == 0)).nonzero()[0]
         count = min(len(at), short, pool.below.available)
         if count < len(at):
             pool.order.kept[(node, g)] = None
@@ -395,8 +394,7 @@ class Eviction(Retention):
             return
         size = self.num_pages(node)
         places, uses = node.pages[g][:size], node.uses[g][:size]
-        here = (places >= HOST) if pool.offset else (places > 0) & (places < HOST)
-        idle = ((uses == 0) & here).nonzero()[0]
+        idle = ((uses == 0) & pool.here(places)).nonzero()[0]
         if len(idle) > short:
             pool.order.unneeded[(node, g)] = None
             pool.order.unneeded.move_to_end((node, g), last=False)

@@ -19,7 +19,7 @@ from jkv.config import Scope, WindowScratch
 from jkv.eviction import Eviction
 from jkv.layout import HOST, Group, Layout
 from jkv.ledger import Ledger
-from jkv.pages import Claim, PagePool
+from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import ZERO, PlanBuilder
 from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, node_of, pages_on, shared_tokens
 from jkv.stats import Counters
@@ -154,9 +154,7 @@ class Holdings:
             node = tree.split(node, whole - node.first_page)
         tree.hold(node)
         tree.settle(lower)
-        for group in tree.windows:
-            for first, stop in self._live_ranges(group, 0, whole):
-                tree.hold_window(node, group.ordinal, first, stop)
+        self._change_windows(node, 0, whole, HELD)
         return node
 
     def _fill_tables(self, node: Node, source: Node | None, whole: int) -> None:
@@ -206,7 +204,7 @@ class Holdings:
         for group in host.layout.attention_groups:
             g = group.ordinal
             private = self._table(g)[self._tree_pages :]
-            own[group.pool] += int(np.count_nonzero((private > 0) & (private < HOST)))
+            own[group.pool] += int(np.count_nonzero(on_device(private)))
             if group.window is None:
                 own[group.pool] += host.tree.solely_kept(self._node)
             else:
@@ -325,7 +323,7 @@ class Holdings:
             if group.window is None:
                 entries[:] = theirs
             else:
-                shown = np.where((theirs > 0) & (theirs < HOST), theirs, NO_PAGE)
+                shown = np.where(on_device(theirs), theirs, NO_PAGE)
                 for start, stop in self._live_ranges(group, first, first + count):
                     entries[start - first : stop - first] = shown[start - first : stop - first]
             self._mark(g, first, first + count)
@@ -500,9 +498,7 @@ class Holdings:
     def _release_tail(self) -> None:
         """The path ends at the tail's parent again."""
         tail, tree = self._node, self._host.tree
-        for group in tree.windows:
-            for first, stop in self._live_ranges(group, self._published, self._published + 1):
-                tree.release_window(tail, group.ordinal, first, stop)
+        self._change_windows(tail, self._published, self._published + 1, -HELD)
         self._node = tail.parent
         tree.release_child(tail, self._priority)
 
@@ -518,6 +514,13 @@ class Holdings:
                 ranges.append((first, sinks))
         return ranges
 
+    def _change_windows(self, node: Node, first: int, stop: int, amount: int) -> None:
+        """Adds `amount` (HELD, KEPT, or what undoes them) to the uses of live window pages [first, stop) on a path."""
+        tree = self._host.tree
+        for group in tree.windows:
+            for start, end in self._live_ranges(group, first, stop):
+                tree.change_window(node, group.ordinal, start, end, amount)
+
     def _slide(self) -> None:
         """Pages that left a window leave the sequence. By committed length, so that a rewind finds its window."""
         tree = self._host.tree
@@ -532,7 +535,7 @@ class Holdings:
                 continue
             owned = min(stop, self._tree_pages)
             if owned > first:
-                tree.release_window(self._node, g, first, owned)
+                tree.change_window(self._node, g, first, owned, -HELD)
                 self._tables[g][first:owned] = NO_PAGE
             if stop > self._tree_pages:
                 self._free_private(group, max(first, self._tree_pages), stop)
@@ -570,9 +573,7 @@ class Holdings:
         self._pending, self._lent = {}, None
         self._live_from = list(original._live_from)
         tree.hold(self._node)
-        for group in tree.windows:
-            for first, last in self._live_ranges(group, 0, shared):
-                tree.hold_window(self._node, group.ordinal, first, last)
+        self._change_windows(self._node, 0, shared, HELD)
         self._tables = [table[:stop].copy() for table in original._tables]
         for group in tree.groups:
             entries = self._tables[group.ordinal][shared:]
@@ -597,9 +598,7 @@ class Holdings:
         self._slot = NO_SLOT
         for group in tree.groups:
             self._free_private(group, self._tree_pages, self._num_pages(self._capacity))
-            if group.window is not None:
-                for first, stop in self._live_ranges(group, 0, self._tree_pages):
-                    tree.release_window(self._node, group.ordinal, first, stop)
+        self._change_windows(self._node, 0, self._tree_pages, -HELD)
         tree.release(self._node, self._priority)
         self._node = None
 

@@ -224,7 +224,7 @@ def _count_tree(
 ) -> None:
     """Adds the tree's `places`, of which sequences hold or keep some."""
     for tier in tree.tiers(pool):
-        here, count = (places >= HOST) if tier.offset else (places > 0) & (places < HOST), counts[tier]
+        here, count = tier.here(places), counts[tier]
         count.places.append(places[here] - tier.offset)
         count.tree += int(np.count_nonzero(here))
         if tier.offset:
@@ -250,7 +250,7 @@ def _check_queues(tree: Eviction, node: Node, g: int, places: np.ndarray, uses: 
     """Window pages that may leave a tier for no endpoint's sake are queued there."""
     where = f"node at {node.start}"
     for tier in tree.tiers(tree.group_pools[g]):
-        here = (places >= HOST) if tier.offset else (places > 0) & (places < HOST)
+        here = tier.here(places)
         idle = (here & (uses == 0)).any()
         queued = not tree.min_snapshot and (node, g) in tier.order.unneeded
         demand(not idle or queued, f"{where}: idle window pages are neither freed nor queued")

@@ -24,6 +24,11 @@ from jkv.errors import IntegrityError
 from jkv.layout import HOST, Pool
 
 
+def on_device(places: np.ndarray) -> np.ndarray:
+    """bool[n]: which of `places` are pages on the device; 0 and -1 are no pages."""
+    return (places > 0) & (places < HOST)
+
+
 class EvictionOrder:
     """Which tree content leaves a pool first. The one place where the policy lives.
 
@@ -263,6 +268,10 @@ class PagePool:
         self.free = len(free)
         self._stack = np.zeros(self.total, np.int32)
         self._stack[: self.free] = free[::-1]
+
+    def here(self, places: np.ndarray) -> np.ndarray:
+        """bool[n]: which of `places` lie in this tier; 0 and -1 are no pages."""
+        return places >= HOST if self.offset else on_device(places)
 
     def own(self, places: np.ndarray) -> np.ndarray:
         """The ids of those of `places` that lie in this tier."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jkv.layout import HOST, Group, Layout
-from jkv.pages import Claim, PagePool
+from jkv.pages import Claim, PagePool, on_device
 from jkv.radix import HELD, HOLDS, KEPT, NEEDED, NO_SLOT, STAYS, Endpoint, Node, RadixTree, grown, path_to, spans
 
 
@@ -137,7 +137,7 @@ class Retention(RadixTree):
         holes = (places < 0) & (pages > 0)
         take = holes
         if self.has_host:
-            take = holes | ((places >= HOST) & (pages > 0) & (pages < HOST))
+            take = holes | ((places >= HOST) & on_device(pages))
         if not take.any():
             return
         pool, at = self.group_pools[g], take.nonzero()[0]
@@ -320,7 +320,7 @@ class Retention(RadixTree):
             node = node.parent
 
     def claim_window(self, node: Node, g: int, first: int, stop: int, claim: Claim) -> None:
-        """Adds what `hold_window` takes."""
+        """Adds what holding window pages [first, stop) of `node`'s path takes."""
         for current, a, b in spans(node, first, stop):
             places, uses = current.pages[g][a:b], current.uses[g][a:b]
             newly = (uses & HOLDS) == 0
@@ -344,21 +344,16 @@ class Retention(RadixTree):
         count = 0
         for current, a, b in spans(node, first, stop):
             places, uses = current.pages[g][a:b], current.uses[g][a:b]
-            count += int(np.count_nonzero(((uses & STAYS) == KEPT) & (places > 0) & (places < HOST)))
+            count += int(np.count_nonzero(((uses & STAYS) == KEPT) & on_device(places)))
         return count
 
     # --- windows -----------------------------------------------------------------------------------------------
 
-    def hold_window(self, node: Node, g: int, first: int, stop: int) -> None:
-        """One more active sequence's window covers pages [first, stop) of `node`'s path."""
-        self.change_window(node, g, first, stop, HELD)
-
-    def release_window(self, node: Node, g: int, first: int, stop: int) -> None:
-        """Undoes `hold_window`; what nobody needs any more is freed or queued for eviction."""
-        self.change_window(node, g, first, stop, -HELD)
-
     def change_window(self, node: Node, g: int, first: int, stop: int, amount: int) -> None:
-        """Adds `amount` to the uses of window pages [first, stop) of `node`'s path: HELD, KEPT, or what undoes them."""
+        """Adds `amount` to the uses of window pages [first, stop) of `node`'s path: HELD, KEPT, or what undoes them.
+
+        What nobody needs any more is freed or queued for eviction.
+        """
         pool = self.group_pools[g]
         for current, a, b in spans(node, first, stop):
             uses = current.uses[g][a:b]
@@ -394,7 +389,7 @@ class Retention(RadixTree):
         pool = self.group_pools[g]
         places, uses = node.pages[g][at], node.uses[g][at]
         held, stays = (uses & HOLDS) > 0, (uses & STAYS) > 0
-        warm = (places > 0) & (places < HOST)
+        warm = on_device(places)
         pool.tree += sign * int(np.count_nonzero(warm))
         pool.held += sign * int(np.count_nonzero(warm & held))
         pool.kept += sign * int(np.count_nonzero(warm & stays & ~held))

@@ -31,7 +31,7 @@ from jkv.config import Scope, as_tokens, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.holdings import Host
 from jkv.ledger import NEVER
-from jkv.radix import NO_SLOT, Hit, Match, Node, node_of, path_to
+from jkv.radix import HELD, NO_SLOT, Hit, Match, Node, node_of, path_to
 from jkv.speculation import Mark
 from jkv.suspension import Suspension
 
@@ -257,9 +257,7 @@ class Sequence(Suspension):
         if hit.endpoint is not None:
             tree.touch(hit.endpoint, self._priority)
         self._onboard_path(self._node, whole)
-        for group in tree.windows:
-            for first, stop in self._live_ranges(group, 0, whole):
-                tree.release_window(self._node, group.ordinal, first, stop)
+        self._change_windows(self._node, 0, whole, -HELD)
         tree.release(self._node, self._priority)
         self._node, self._published = None, 0
         return True

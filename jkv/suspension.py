@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 
 from jkv.layout import HOST, Group
-from jkv.pages import Claim, PagePool
+from jkv.pages import Claim, PagePool, on_device
 from jkv.radix import HELD, KEPT, NO_SLOT, pages_on
 from jkv.speculation import Speculation
 
@@ -31,7 +31,7 @@ class Suspension(Speculation):
         self._age = host.suspensions
         tree.keep(self._node)
         tree.release(self._node, self._priority)
-        self._change_windows(KEPT - HELD)
+        self._change_windows(self._node, 0, self._tree_pages, KEPT - HELD)
         if self._lent is not None:
             tree.pin(self._lent, KEPT)
         self._count_idle(1)
@@ -41,7 +41,7 @@ class Suspension(Speculation):
         tree = self._host.tree
         self._count_idle(-1)
         tree.hold(self._node)
-        self._change_windows(HELD - KEPT)
+        self._change_windows(self._node, 0, self._tree_pages, HELD - KEPT)
         tree.unkeep(self._node, self._priority)
         if self._lent is not None:
             tree.pin(self._lent)
@@ -87,7 +87,7 @@ class Suspension(Speculation):
             self._change_slots(moved)
         for _, its_pool, private in self._private_tables():
             if its_pool is pool and left:
-                at = ((private > 0) & (private < HOST)).nonzero()[0][-left:]
+                at = on_device(private).nonzero()[0][-left:]
                 tree.move(pool, private, at, HOST + tree.allocate(pool.below, len(at)))
                 left -= len(at)
         pool.idle -= count - left
@@ -96,15 +96,9 @@ class Suspension(Speculation):
 
     def _has_any(self, pages: Collection[tuple[int, int]]) -> bool:
         """Whether anything that waking up needs lies in one of these host pages: (pool ordinal, id)."""
-        tree, places = self._host.tree, list[tuple[int, int]]()
-
-        def noted(slot: int) -> int:
-            places.append((tree.state_pool.ordinal, slot))
-            return slot
-
-        self._change_slots(noted)
-        if self._lent is not None:
-            noted(self._lent.slot)
+        tree = self._host.tree
+        slots = self._movable_slots() + ([] if self._lent is None else [self._lent.slot])
+        places = [(tree.state_pool.ordinal, slot) for slot in slots]
         for group in tree.groups:
             found = [self._table(group.ordinal)[self._tree_pages :]]
             for first, stop in self._live_ranges(group, 0, self._tree_pages):
@@ -118,6 +112,17 @@ class Suspension(Speculation):
         """The private part of each table."""
         for group in self._host.tree.groups:
             yield group, self._host.pools[group.pool], self._table(group.ordinal)[self._tree_pages :]
+
+    def _movable_slots(self) -> list[int]:
+        """The state slots that `_change_slots` is for."""
+        slots: list[int] = []
+
+        def noted(slot: int) -> int:
+            slots.append(slot)
+            return slot
+
+        self._change_slots(noted)
+        return slots
 
     def _change_slots(self, change: Callable[[int], int]) -> None:
         """Every state slot of our own that may move becomes `change(slot)`.
@@ -149,15 +154,10 @@ class Suspension(Speculation):
         """Device pages and slots per pool that are ours and may move."""
         pages = [0] * len(self._host.pools)
         for group, _, private in self._private_tables():
-            pages[group.pool] += int(np.count_nonzero((private > 0) & (private < HOST)))
+            pages[group.pool] += int(np.count_nonzero(on_device(private)))
         state_pool = self._host.tree.state_pool
         if state_pool is not None:
-
-            def counted(slot: int) -> int:
-                pages[state_pool.ordinal] += slot < HOST
-                return slot
-
-            self._change_slots(counted)
+            pages[state_pool.ordinal] += sum(slot < HOST for slot in self._movable_slots())
         return pages
 
     def _count_idle(self, sign: int) -> None:
@@ -169,12 +169,6 @@ class Suspension(Speculation):
                 else:
                     del pool.order.sleepers[(self._priority, self._age)]
 
-    def _change_windows(self, amount: int) -> None:
-        tree = self._host.tree
-        for group in tree.windows:
-            for first, stop in self._live_ranges(group, 0, self._tree_pages):
-                tree.change_window(self._node, group.ordinal, first, stop, amount)
-
     def _claims_to_wake(self) -> list[Claim]:
         tree = self._host.tree
         claims = self._claims(self._node, self._tree_pages)
@@ -184,12 +178,7 @@ class Suspension(Speculation):
             claims[group.pool].onboard += int(np.count_nonzero(private >= HOST))
         if tree.state_pool is not None:
             claim = claims[tree.state_pool.ordinal]
-
-            def counted(slot: int) -> int:
-                claim.onboard += slot >= HOST
-                return slot
-
-            self._change_slots(counted)
+            claim.onboard += sum(slot >= HOST for slot in self._movable_slots())
             if self._lent is not None:
                 claim.kept += self._lent.slot < HOST
                 claim.onboard += self._lent.slot >= HOST
