@@ -64,9 +64,10 @@ class Search:
       host: with a store.
       scope: the tree's name for it.
       tokens: int32[n].
+      digests: of the scope and of the prompt's first pages, as far as an earlier search needed them; extended.
     """
 
-    def __init__(self, host: Host, scope: tuple[str, Scope], tokens: np.ndarray):
+    def __init__(self, host: Host, scope: tuple[str, Scope], tokens: np.ndarray, digests: list[bytes]):
         self.tree, self.shelf = host.tree, host.shelf
         self.tokens, self.page_size = tokens, host.layout.page_size
         self.scope = scope
@@ -77,25 +78,25 @@ class Search:
             pages_on(self.path[-1], g.ordinal, 0, self.covered) >= 0 if self.path else np.zeros(0, bool)
             for g in self.tree.groups
         ]
-        self.digests = self._chain()
+        self.digests = self._known_digests(digests)
         self.tail_group = "recurrent" if self.tree.recurrent else self.tree.groups[0].name
 
-    def _chain(self) -> list[bytes]:
+    def _known_digests(self, digests: list[bytes]) -> list[bytes]:
         """The digest of the scope, then of each page that is known: in full attention, or, without it, of all."""
         tree, size = self.tree, self.page_size
-        digests = [tree.scope_digest(self.scope)]
-        for node in self.path[1:]:
-            tree.digests(node)
-            digests += node.digests
-        del digests[1 + self.covered :]
         full = None if tree.full is None else tree.groups[tree.full].name
-        while len(digests) * size <= len(self.tokens):
-            at = (len(digests) - 1) * size
-            digests += page_digests(digests[-1], self.tokens[at : at + size], size)
-            if full is not None and not self.shelf.has(full, page_name(digests[-1])):
-                digests.pop()
-                break
-        return digests
+        if not digests:
+            digests.append(tree.scope_digest(self.scope))
+            for node in self.path[1:]:
+                tree.digests(node)
+                digests += node.digests
+            del digests[1 + self.covered :]
+        for page in range(len(self.tokens) // size):
+            if page + 1 == len(digests):
+                digests += page_digests(digests[page], self.tokens[page * size : (page + 1) * size], size)
+            if page >= self.covered and full is not None and not self.shelf.has(full, page_name(digests[page + 1])):
+                return digests[: page + 1]
+        return digests[:]
 
     def known(self) -> int:
         """How many tokens the store, or the tree's whole pages and the store together, know of this prompt."""
@@ -327,16 +328,10 @@ class Arrival(Holdings):
         self._unpin()
 
 
-def known_tokens(host: Host, scope: tuple[str, Scope], tokens: np.ndarray) -> int:
-    """How many tokens of a prompt the store knows."""
-    return 0 if host.shelf is None else Search(host, scope, tokens).known()
-
-
-def look_up(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int, hit: Hit) -> Match:
-    """The match of `tokens` in all tiers; `hit`: in the tree."""
-    if host.shelf is None:
+def look_up(host: Host, search: Search | None, limit: int, hit: Hit) -> Match:
+    """The match of a prompt in all tiers; `hit`: in the tree."""
+    if search is None:
         return hit.match
-    search = Search(host, scope, tokens)
     find = search.find(hit, limit)
     if find is None:
         return hit.match
@@ -358,27 +353,24 @@ def look_up(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int
     )
 
 
-def begin(
-    host: Host, user: Holdings, scope: tuple[str, Scope], priority: int, tokens: np.ndarray, limit: int, hit: Hit
-) -> Arrival | None:
+def begin(host: Host, user: Holdings, priority: int, search: Search, limit: int, hit: Hit) -> Arrival | None:
     """Starts to read for `user` what makes its hit longer than the tree's, or lets it wait for who reads part of it.
 
     Returns:
       None: there is nothing, or no room in host memory for it.
     """
-    search = Search(host, scope, tokens)
     while (find := search.find(hit, limit)) is not None:
         for want in find.wanted:
             if (key := key_of(host, want)) in host.arriving:
                 host.arriving[key].users.add(user)
                 return host.arriving[key]
-        arrival = Arrival(host, user, scope, priority, search, find)
+        arrival = Arrival(host, user, search.scope, priority, search, find)
         if arrival.start():
             host.arriving.update(dict.fromkeys(arrival.keys, arrival))
             return arrival
         arrival.give_up()
         limit = find.tokens // 2  # as much as there is room for, roughly
-        search = Search(host, scope, tokens)  # the tree's runs may have been split
+        search = Search(host, search.scope, search.tokens, search.digests)  # the tree's runs may have been split
     return None
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.arrivals import Arrival, Find, begin, end, known_tokens, leave, look_up
+from jkv.arrivals import Arrival, Find, Search, begin, end, leave, look_up
 from jkv.config import Scope, as_tokens, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.holdings import Host
@@ -75,6 +75,7 @@ class Sequence(Suspension):
     _arrival: Arrival | None = None  # what is being read from the store for us
     _landed: Find | None = None  # what was read
     _promise: Match | None = None  # the match that this was for
+    _digests: list[bytes] | None = None  # of the prompt's first pages, until it is matched; with a store
 
     def __init__(self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool):
         super().__init__(host, host.key(scope), priority)
@@ -118,7 +119,8 @@ class Sequence(Suspension):
         """What was reused; before the first successful resume, what would be reused now."""
         if self._match is not None:
             return self._match
-        return find_everywhere(self._host, self._scope, self._prompt, self._max_reuse)
+        host, search, limit = self._host, self._search(), self._max_reuse
+        return look_up(host, search, limit, find(host, self._scope, self._prompt, limit, search))
 
     @property
     def snapshot_points(self) -> tuple[int, ...]:
@@ -199,13 +201,20 @@ class Sequence(Suspension):
                     "again"
                 )
 
-    def _find(self) -> Hit:
+    def _search(self) -> Search | None:
+        """For the prompt in the tree and the store; None: there is no store."""
+        if self._host.shelf is None:
+            return None
+        self._digests = self._digests or []
+        return Search(self._host, self._scope, self._prompt, self._digests)
+
+    def _find(self, search: Search | None) -> Hit:
         """What the tree has of the prompt, without what somebody keeps of pages that were lost."""
         host = self._host
-        hit = find(host, self._scope, self._prompt, self._max_reuse)
+        hit = find(host, self._scope, self._prompt, self._max_reuse, search)
         lost = host.lost_pages()
         if lost and host.tree.relies_on(hit, lost):
-            hit = find(host, self._scope, self._prompt, 0)
+            hit = find(host, self._scope, self._prompt, 0, search)
         return hit
 
     def prefetch(self, tier: str) -> bool:
@@ -239,8 +248,9 @@ class Sequence(Suspension):
             return True
         if host.shelf is not None and tier != "store" and not self._has_arrived():
             return True
-        hit = self._find()
-        if tier != "store" and look_up(host, self._scope, self._prompt, self._max_reuse, hit).tokens > hit.match.tokens:
+        search = self._search()
+        hit = self._find(search)
+        if tier != "store" and look_up(host, search, self._max_reuse, hit).tokens > hit.match.tokens:
             return False  # no room in host memory for what is in the store
         return tier != "device" or self._warm_up(hit)
 
@@ -276,10 +286,11 @@ class Sequence(Suspension):
         self.status = Status.SUSPENDED
         if landed:
             return True  # what is there now is what there is: no circle of reading and evicting
-        hit = self._find()
+        search = self._search()
+        hit = self._find(search)
         if hit.match.tokens < self._max_reuse and not host.lost_pages():
-            self._promise = look_up(host, self._scope, self._prompt, self._max_reuse, hit)
-            self._arrival = begin(host, self, self._scope, self._priority, self._prompt, self._max_reuse, hit)
+            self._promise = look_up(host, search, self._max_reuse, hit)
+            self._arrival = begin(host, self, self._priority, search, self._max_reuse, hit)
             if self._arrival is not None:
                 self.status = Status.LOADING
             else:
@@ -314,7 +325,7 @@ class Sequence(Suspension):
     def _start(self) -> bool:
         """The first resume, all or nothing: match, check room, then hold, allocate and plan the copies."""
         tree, page_size = self._host.tree, self._host.layout.page_size
-        hit = self._find()
+        hit = self._find(self._search())
         length = hit.match.tokens
         node, source, whole = self._parts_of(hit)
         if not self._has_room(node, whole, source is not None):
@@ -334,6 +345,8 @@ class Sequence(Suspension):
         self._partial = self._prompt[whole * page_size : length].copy()
         self._committed = self._length = self._capacity = length
         self._match = self._with_store(hit.match)
+        if self._digests is not None:
+            self._digests = None
         self._points = self._choose_points(hit.match.raw_tokens)
         if not self._retry:
             self._count_lookup(hit.match)
@@ -846,13 +859,13 @@ class Sequence(Suspension):
 
 def find_everywhere(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int) -> Match:
     """The match of `tokens` in all tiers."""
-    hit = find(host, scope, tokens, limit)
-    return look_up(host, scope, tokens, limit, hit)
+    search = None if host.shelf is None else Search(host, scope, tokens, [])
+    return look_up(host, search, limit, find(host, scope, tokens, limit, search))
 
 
-def find(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int) -> Hit:
+def find(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int, search: Search | None) -> Hit:
     """The match of `tokens` in the tree, with what active sequences are computing of them."""
-    hit = host.tree.match(scope, tokens, limit, known_tokens(host, scope, tokens))
+    hit = host.tree.match(scope, tokens, limit, 0 if search is None else search.known())
     if host.prompting:
         for seq in [seq for seq in host.prompting if not seq._is_prompting]:
             del host.prompting[seq]

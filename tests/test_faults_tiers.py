@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from oracle import World, fresh, join, tokens
-from test_spec_tiers import GROUPS, HYBRID, crowd_out, loaded, places_of, small, store_of, value_size
+from test_spec_tiers import GROUPS, HYBRID, crowd_out, loaded, places_of, push_out, small, store_of, value_size
 
 import jkv
 from jkv.layout import HOST
@@ -17,8 +17,7 @@ from jkv.layout import HOST
 def test_f02_a_state_never_beyond_the_hit_from_host_memory():
     w = small(HYBRID, host=20)
     w.turn(tokens(8), [4, 4])
-    for run in crowd_out(w):
-        run.close()
+    push_out(w)
     run = w.start(tokens(8))
     assert (run.reused, run.seq.match.attention_tokens) == (4, 7)
     run.prefill()  # the oracle: from state@4 on
@@ -447,15 +446,12 @@ def test_marks(groups):
     a.advance()
     assert first is not None and second is not None
     a.suspend()
-    others = crowd_out(w)
-    for run in others:
-        run.close()
+    push_out(w)
     assert a.resume()
     a.rollback(second)
     w.flush()
     a.suspend()
-    for run in crowd_out(w):
-        run.close()
+    push_out(w)
     assert a.resume()
     a.rollback(first)
     w.flush()
@@ -470,13 +466,11 @@ def test_snapshots_that_wait_for_their_page(groups):
     w = small(groups, slots=2)
     a = w.start(tokens(10)).prefill(snapshot=True)
     a.suspend()
-    for run in crowd_out(w):
-        run.close()
+    push_out(w)
     assert a.resume()
     a.step(tokens(14)[10:])
     a.suspend()
-    for run in crowd_out(w):
-        run.close()
+    push_out(w)
     assert a.resume()
     w.prepare(a)
     a.close()
@@ -505,8 +499,7 @@ def test_a_commit_where_the_tree_has_the_pages_colder(groups):
     """The same tokens computed again: ours become the tree's, and host memory is free again."""
     w = small(groups, host=20)
     w.turn(tokens(16), [8, 8])
-    for run in crowd_out(w):
-        run.close()
+    push_out(w)
     assert w.probe(tokens(16)).tokens == 16
     a = w.start(tokens(16), max_reuse=0)
     a.prefill([8, 8])
@@ -526,8 +519,7 @@ def test_a_fork_after_a_wake_up(groups):
     a.dispatch(fresh(3))
     a.advance()
     a.suspend()
-    for run in crowd_out(w):
-        run.close()
+    push_out(w)
     assert a.resume()  # nothing has come up yet: the copies are of what is still in host memory
     copies = a.fork(2)
     assert len(copies) == 2
@@ -551,8 +543,7 @@ def test_a_fresh_state_is_zero_in_a_slot_that_was_offloaded(groups):
         w.prepare(run)
         assert not any(w.bytes["ssm0", name][w.slot(run)].any() for name in ("h", "c"))
         run.suspend()
-        for other in crowd_out(w):
-            other.close()
+        push_out(w)
         assert run.resume()  # still zero
         w.prepare(run)
         assert not any(w.bytes["ssm0", name][w.slot(run)].any() for name in ("h", "c"))
@@ -566,8 +557,7 @@ def test_what_arrives_while_a_plan_is_pending(tmp_path):
     w.restart()
     a = w.start(tokens(16, "a")).prefill()
     a.suspend()
-    for run in crowd_out(w):
-        run.close()
+    push_out(w)
     assert a.resume()  # its four pages are to be read from host memory by the next plan
     b = w.open(tokens(16, "stored"))
     loaded(b, "host")

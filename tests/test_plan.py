@@ -48,7 +48,8 @@ class Decisions:
     Attributes:
       memory: per pool int64[pages + 1]: what each page holds.
       host: the same of host memory.
-      stored: {key: value} of what the store is to be given.
+      stored: {key: value} of what the store is to be given: not what it gave in this plan.
+      put_values: what the store gave so far: -1, -2, ...
       tables: int32[groups, rows, columns].
     """
 
@@ -58,7 +59,7 @@ class Decisions:
         self.host = [
             10_000 * (p.ordinal + 1) + np.arange(n + 1) for p, n in zip(self.layout.pools, HOST_PAGES, strict=True)
         ]
-        self.stored = {}
+        self.stored, self.put_values = {}, 0
         self._begin()
         self.tables = np.zeros((2, ROWS, MAX_PAGES), np.int32)
         self.slots = np.zeros(ROWS, np.int32)
@@ -67,6 +68,7 @@ class Decisions:
         )
 
     def _begin(self):
+        self.put_before = self.put_values
         self.before = [memory.copy() for memory in self.memory]
         self.host_before = [host.copy() for host in self.host]
 
@@ -86,8 +88,14 @@ class Decisions:
 
     def store(self, pool, place):
         key = f"{self.layout.pools[pool].name}/{len(self.stored)}"
-        self.stored[key] = self.held(pool, place)
+        if self.held(pool, place) >= self.put_before:
+            self.stored[key] = self.held(pool, place)
         self.builder.store(pool, place, key)
+
+    def put(self, pool, place):
+        self.put_values -= 1
+        self.set(pool, place, self.put_values)
+        self.builder.put(pool, place, [self.put_values])
 
     def carry_out(self):
         """Builds the plan of what was decided since the last one, and carries it out: all must agree."""
@@ -148,6 +156,11 @@ def cross(plan, memory, host):
             new[pool][page] = host[pool][source]
     for pool, pages in plan.loads.items():
         loaded += [(pool, page, host[pool][source]) for source, page in pages.T.tolist()]
+    for pool, place, (value,) in plan.given:
+        if place >= HOST:
+            new[pool][place - HOST] = value
+        else:
+            loaded.append((pool, place, value))
     stored = {key: host[pool][place - HOST] if place >= HOST else held(pool, place) for pool, place, key in plan.writes}
     return new, loaded, stored
 
@@ -346,6 +359,8 @@ def test_schedule_writes_nothing_that_a_later_chunk_reads(seed):
 
 # ------------------------------------------------------------------------------------------------ tiers
 
+KINDS = ("copies", "saves", "loads", "moves", "writes", "given")
+
 
 def decide_across_tiers(decisions, rng):
     """Dozens of decisions over a handful of places of either kind, so that they meet again and again."""
@@ -354,7 +369,7 @@ def decide_across_tiers(decisions, rng):
         pages = int(rng.integers(2, 12))
         places = [*range(1, 1 + pages), *range(HOST + 1, HOST + 1 + min(pages, HOST_PAGES[pool]))]
         some = rng.permutation(places)[: rng.integers(2, len(places))].tolist()
-        match rng.choice(["copy", "chain", "cycle", "fan", "together", "zero", "store", "forget"]):
+        match rng.choice(["copy", "chain", "cycle", "fan", "together", "zero", "store", "put", "forget"]):
             case "copy":
                 decisions.copy(pool, *some[:2])
             case "chain":
@@ -371,6 +386,8 @@ def decide_across_tiers(decisions, rng):
                 decisions.zero(pool, some[0])
             case "store":
                 decisions.store(pool, some[0])
+            case "put":
+                decisions.put(pool, some[0])
             case "forget":  # it holds what it held before the plan; who reads it is not told of that
                 page = int(rng.integers(1, 1 + HOST_PAGES[pool]))
                 decisions.builder.forget(pool, HOST + page)
@@ -384,11 +401,11 @@ def test_plans_across_tiers_are_the_decisions_one_at_a_time(seed):
     for _ in range(60):
         decide_across_tiers(decisions, rng)
         plan = decisions.carry_out()
-        kinds |= {kind for kind in ("copies", "saves", "loads", "moves", "writes") if len(getattr(plan, kind))}
+        kinds |= {kind for kind in KINDS if len(getattr(plan, kind))}
         for pool in range(len(NUM_PAGES)):
             written = [page for pages in (plan.saves, plan.moves) if pool in pages for page in pages[pool][1].tolist()]
             assert len(written) == len(set(written)), "one write of each host page"
-    assert len(kinds) == 5
+    assert kinds == set(KINDS)
 
 
 def test_f20_places_are_reused_as_soon_as_a_read_of_them_is_planned():

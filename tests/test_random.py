@@ -92,6 +92,10 @@ STORE_CONFIGS = {
     "full": ("full", {"pages": 10, "host": 6, "max_length": 40}),
     "full, whole pages": ("full", {"pages": 12, "host": 9, "max_length": 40, "partial_reuse": False}),
     "full+window": ("full window:6", {"pages": 12, "host": 9, "max_length": 40}),
+    "full+window, shared, two layers": (
+        "full window:7",
+        {"pages": 21, "host": 9, "max_length": 40, "shared": True, "layers": 2},
+    ),
     "window and sinks": ("window:5+3", {"pages": 12, "host": 7, "max_length": 40}),
     "full+recurrent, backoff": (
         "full recurrent",

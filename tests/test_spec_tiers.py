@@ -24,6 +24,12 @@ def crowd_out(w):
     return runs
 
 
+def push_out(w):
+    """What is not an active sequence's leaves the device, and the device is free again."""
+    for run in crowd_out(w):
+        run.close()
+
+
 def small(groups, pages=8, host=16, slots=0, **config):
     """A World with a device of `pages` pages in each attention group, and `slots` states beside the live ones.
 
@@ -114,8 +120,7 @@ def test_s43_a_lone_suspended_sequence_comes_back(host):
     assert a.reserve(10)
     a.suspend()
     if host == 10:
-        for run in crowd_out(w):
-            run.close()
+        push_out(w)
     w.turn(tokens(4 if host == 1 else 40, "cached"))
     assert a.resume()
     a.reserve(10)

@@ -940,6 +940,26 @@ def test_a_read_that_never_ends_is_a_miss_after_a_minute(clock):
     assert subject.stats().failures == {"read": 1}
 
 
+@pytest.mark.parametrize("before", [None, b"damaged"])
+def test_a_late_answer_says_nothing_of_a_value_written_since(tmp_path, before):
+    """A value that the index forgot although it is there would not count towards the limit."""
+    subject = shimmed(tmp_path)
+    key = subject._key("full", name_of(0))
+    if before is not None:
+        subject.kvstore.kvstore.write(key, before).result()
+    answer = subject.kvstore.kvstore.read(key).result()
+    late = Held(lambda: Future(answer))
+    subject.kvstore.read = lambda key: late
+    reading = subject.read([("full", name_of(0))])
+    fill(subject, [0])
+    subject.flush()
+    late.release()
+    del subject.kvstore.read
+    assert reading.results() == [None]
+    subject.flush()
+    assert known(subject, [0]) == found(subject, [0]) == list(files_of(tmp_path)) == [0]
+
+
 def test_a_failing_removal_is_counted_and_found_again(tmp_path, clock):
     subject = shimmed(tmp_path, 2 * SIZE)
     fill(subject, range(2))

@@ -188,7 +188,7 @@ def test_f23_a_damaged_entry_shortens_the_hit(damage, tmp_path):
     names = [path for path in tmp_path.rglob("*") if path.is_file() and "order" not in path.parts]
     again = World("full", **options)
     again.faulty = ("store",)
-    search = Search(again.manager._host, again.manager._host.key(jkv.Scope()), tokens(12))
+    search = Search(again.manager._host, again.manager._host.key(jkv.Scope()), tokens(12), [])
     (path,) = [path for path in names if path.name == search.digests[2].hex()]
     data = bytearray(path.read_bytes())
     if damage == "remove":
@@ -212,6 +212,26 @@ def test_another_scope_or_model_finds_nothing(tmp_path):
         assert again.probe(tokens(16), scope=scope).tokens == 0
     assert again.probe(tokens(16), scope=jkv.Scope(salt=0)).tokens == 16
     assert World("full", **options, model="another").probe(tokens(16), scope=jkv.Scope(salt=0)).tokens == 0
+
+
+def test_a_prompt_is_hashed_once(tmp_path, monkeypatch):
+    """However often it is looked up before it is matched."""
+    options = {"pages": 24, "host": 24, "store": jkv.StoreTier(tmp_path)}
+    world = World("full", **options)
+    world.turn(tokens(16), [16])
+    world.manager.release(world.state)
+    again, hashed = World("full", **options), []
+
+    def counted(parent, ids, page_size, page_digests=jkv.arrivals.page_digests):
+        hashed.append(len(ids))
+        return page_digests(parent, ids, page_size)
+
+    monkeypatch.setattr(jkv.arrivals, "page_digests", counted)
+    run = again.open(tokens(40))
+    assert run.seq.match.tokens == 16
+    resume(run)
+    assert run.seq.length == 16 and hashed == [4] * 5, "up to the first page that is nowhere"
+    run.close()
 
 
 def test_loading_is_a_state_that_ends(tmp_path):

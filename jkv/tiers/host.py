@@ -263,10 +263,6 @@ class HostMemory:
             self._failed.clear()
         return state
 
-    def put(self, pool: int, page: int, parts: Sequence[memoryview | np.ndarray]) -> None:
-        """A host page shall hold these bytes per layer and buffer, which nobody may change any more."""
-        self._fill("put", pool, [page], self._views(pool, parts))
-
     def _views(self, pool: int, parts: Sequence[memoryview | np.ndarray]) -> Parts:
         views = [np.frombuffer(part, np.uint8) for part in parts]
         if [len(view) for view in views] != self._sizes[pool]:
@@ -401,7 +397,7 @@ class HostMemory:
                 self._gather(state, pool, part)
         for each in plan.given:
             if each.place >= HOST:
-                self.put(each.pool, each.place - HOST, each.parts)
+                self._fill("put", each.pool, [each.place - HOST], self._views(each.pool, each.parts))
         if plan.moves:
             self._submit("move", functools.partial(self._place, plan.moves, taken, broken), landings)
             self.lost |= lost

@@ -29,7 +29,7 @@ from jkv.config import StoreTier
 from jkv.errors import ConfigError, StoreError
 from jkv.layout import Layout
 from jkv.tiers.failures import Failures
-from jkv.tiers.index import Index, Order, decode_order, merge_orders, sizes_of
+from jkv.tiers.index import Entry, Index, Order, decode_order, merge_orders, sizes_of
 from jkv.tiers.values import Damaged, Format, Part, formats
 
 BACKLOG = 64 * 2**20  # bytes of values on their way
@@ -421,10 +421,11 @@ class Store:
             key = form.prefix + name
             with self._lock:
                 payload = self._pending.get(key)
+                entry = self._index.entries.get(key)
             if payload is not None:
                 reading._put(at, payload)
                 continue
-            done = functools.partial(self._received, form, key, functools.partial(reading._put, at))
+            done = functools.partial(self._received, form, key, entry, functools.partial(reading._put, at))
             _start(done, self.kvstore.read, key)
         return reading
 
@@ -432,11 +433,15 @@ class Store:
         self,
         form: Format,
         key: str,
+        entry: Entry | None,
         put: Callable[[memoryview | None], None],
         result: Any,
         error: BaseException | None,
     ) -> None:
-        """Passes on what was read, if it is good. On TensorStore's threads: checksums cost the caller nothing."""
+        """Passes on what was read, if it is good. On TensorStore's threads: checksums cost the caller nothing.
+
+        What is not good loses its `entry`, of when the read began; of a value written since, the read says nothing.
+        """
         payload = None
         try:
             if error is not None:
@@ -447,12 +452,12 @@ class Store:
                 payload = form.unpack(key, result.value)
             with self._lock:
                 self._reads += payload is not None
-                if payload is None and key not in self._pending:
+                if payload is None and self._index.entries.get(key) is entry:
                     self._index.remove(key)
         except Damaged as reason:
             self._failures.add("damaged", reason)
             with self._lock:
-                victims = self._forget([] if key in self._pending else [key])
+                victims = self._forget([key] if self._index.entries.get(key) is entry else [])
             # Only this very value: another process may have put a good one there by now.
             self._remove(victims, if_equal=result.stamp.generation)
         finally:
