@@ -260,15 +260,14 @@ def verify_step(state, rows, length, accepted, offsets, values, scales, shifts):
     return state
 
 
-_layouts: dict[jkv.CacheConfig, Any] = {}
+_layouts: dict[str, Any] = {}
 
 
 def shared_step(state: jkv.CacheState, *args: Any, step: Any = device_step) -> jkv.CacheState:
     """`step`, compiled once per geometry: a layout is compared by identity, and each manager has its own."""
-    config = state.layout.config
-    host_half = {"model": "", "reuse_backoff": 0, "max_utilization_for_resume": 1.0}
-    alike = dataclasses.replace(config, tiers=(config.device_tier,), **host_half)
-    layout = _layouts.setdefault(alike, state.layout)
+    layout, config = state.layout, state.layout.config
+    sizes = config.page_size, config.max_sequences, config.max_drafts, layout.max_pages
+    layout = _layouts.setdefault(repr((layout.groups, layout.pools, config.layers, sizes)), layout)
     done = step(dataclasses.replace(state, layout=layout), *args)
     return dataclasses.replace(done, layout=state.layout)
 

@@ -52,7 +52,8 @@ class Bench:
         self.bytes = PAGES * size
         for page in range(1, 4 * PAGES + 1):  # no page of the arenas is one that the kernel has yet to give
             value = memoryview(self.rng.integers(0, 256, size, np.uint8))
-            self.memory.put(0, page, self.memory.split(0, value))
+            self.builder.put(0, HOST + page, self.memory.split(0, value))
+        self._carry_out([])
         self.memory.wait()
         for at in range(1, 4 * PAGES + 1, PAGES):
             self._carry_out([(HOST + page, page) for page in range(at, at + PAGES)])
