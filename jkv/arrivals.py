@@ -17,12 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jkv.config import Scope
-from jkv.holdings import Holdings, Host
+from jkv.holdings import STATE, Holdings, Host
 from jkv.layout import HOST, Group
 from jkv.radix import KEPT, NO_SLOT, Hit, Match, Node, node_of, pages_on
 from jkv.tiers.keys import page_digests, page_name, tail_digest, tail_name
-
-STATE = -1  # as the group of a Wanted: a snapshot
 
 
 class Wanted(NamedTuple):

@@ -22,9 +22,10 @@ from jkv.ledger import Ledger
 from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import ZERO, PlanBuilder
 from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, node_of, pages_on, shared_tokens
-from jkv.stats import Counters
+from jkv.stats import ALLOCATED, COPIED, PER_GROUP, SKIPPED, TAKEN, Work
 
 NO_PAGE = 0  # a null page-table entry
+STATE = -1  # the recurrent group, the layout's last
 
 
 @dataclasses.dataclass
@@ -58,7 +59,8 @@ class Host:
     layout: Layout
     pools: list[PagePool]
     tree: Eviction
-    counters: Counters
+    work: Work  # of closed sequences, those opened with retry=True apart
+    retried: Work
     builder: PlanBuilder
     rows: list[Holdings | None]
     free_rows: list[int]
@@ -99,6 +101,7 @@ class Holdings:
         self._host = host
         self._scope = scope
         self._priority = priority
+        self._work = Work(len(host.layout.groups))
         self.row: int | None = None
         self._entered = False  # the lengths are in the ledger
         self._committed = 0
@@ -170,7 +173,7 @@ class Holdings:
         # every source is read before anything is evicted: a source's own page may be what its copy gets
         self._onboard_path(node, whole)
         for g, pool, value in copies:
-            page = self._tables[g][whole] = tree.allocate_one(host.pools[pool])
+            page = self._tables[g][whole] = self._take_one(g, copied=value is not None)
             if value is not None:
                 host.builder.write(pool, page, value)
 
@@ -191,7 +194,7 @@ class Holdings:
         """A live slot of our own that starts as `source`'s snapshot, or as zeros."""
         pool, builder = self._host.tree.state_pool, self._host.builder
         value = builder.read(pool.ordinal, source.slot) if source is not None else ZERO
-        slot = self._host.tree.allocate_one(pool)  # may be the snapshot's own, if nothing else can go
+        slot = self._take_one(STATE, copied=source is not None)  # may be the snapshot's own, if nothing else can go
         builder.write(pool.ordinal, slot, value)
         return slot
 
@@ -213,6 +216,21 @@ class Holdings:
                     for first, stop in self._live_ranges(group, 0, self._tree_pages)
                 )
         return own
+
+    # --- taking pages ------------------------------------------------------------------------------------------------
+
+    def _take(self, group: Group, count: int) -> np.ndarray:
+        """`count` device pages of `group` (int32), which there is room for, become ours."""
+        self._work.pages[PER_GROUP * group.ordinal + ALLOCATED] += count
+        return self._host.tree.allocate(self._host.pools[group.pool], count)
+
+    def _take_one(self, g: int, copied: bool = False) -> int:
+        """A device page of the group of that ordinal, or a state slot; `copied`: for a private copy."""
+        tree = self._host.tree
+        pages = self._work.pages
+        pages[PER_GROUP * g + ALLOCATED] += 1
+        pages[PER_GROUP * g + COPIED] += copied
+        return tree.allocate_one(tree.state_pool if g == STATE else tree.group_pools[g])
 
     # --- private pages -----------------------------------------------------------------------------------------------
 
@@ -237,18 +255,18 @@ class Holdings:
         if not wanted or self._stopped or position in self._pending or position == 0:
             return
         if self._host.scratch is not None and self._lacks_window(position):
-            self._host.counters.snapshots_skipped += tree.state_pool is not None
+            self._work.totals[SKIPPED] += tree.state_pool is not None
         elif tree.state_pool is None:
             self._pending[position] = NO_SLOT
         elif self._length != position or tree.state_pool.available == 0:
-            self._host.counters.snapshots_skipped += 1
+            self._work.totals[SKIPPED] += 1
         else:
             self._pending[position] = self._copied_live()
 
     def _copied_live(self) -> int:
         """A slot of our own that the next plan copies the live state to."""
         pool = self._host.tree.state_pool
-        slot = self._host.tree.allocate_one(pool)
+        slot = self._take_one(STATE, copied=True)
         self._host.builder.copy(pool.ordinal, self._slot, slot)
         return slot
 
@@ -340,7 +358,7 @@ class Holdings:
         endpoint = node.endpoint_at(position)
         if endpoint is None:
             endpoint = tree.add_endpoint(node, position, slot, self._priority)
-            self._host.counters.snapshots_taken += slot != NO_SLOT and self._hold == HELD
+            self._work.totals[TAKEN] += slot != NO_SLOT
         else:
             tree.touch(endpoint, self._priority)
             self._free_slot(slot)
@@ -427,7 +445,7 @@ class Holdings:
         tree.hold_child(tail)
         room = tree.can_allocate(counts)
         # all of them first: until the endpoint is there, nobody seems to need what has come into the tail
-        pages = [tree.allocate_one(self._host.pools[group.pool]) for group in lacking] if room else []
+        pages = [self._take_one(group.ordinal, copied=True) for group in lacking] if room else []
         for group, page in zip(lacking, pages, strict=False):
             builder.copy(group.pool, int(self._tables[group.ordinal][self._published]), page)
             tree.fill(tail, group.ordinal, np.array([page], np.int32))
@@ -471,14 +489,14 @@ class Holdings:
             for group in tree.groups:
                 table = self._tables[group.ordinal]
                 if table[at] > 0:
-                    page = tree.allocate_one(host.pools[group.pool])
+                    page = self._take_one(group.ordinal, copied=True)
                     host.builder.copy(group.pool, int(table[at]), page)
                     table[at] = page
                     self._mark(group.ordinal, at, at + 1)
             self._release_tail()
         if self._lent is not None:
             pool = tree.state_pool
-            slot = tree.allocate_one(pool)
+            slot = self._take_one(STATE, copied=True)
             host.builder.copy(pool.ordinal, self._slot, slot)
             tree.unpin(self._lent)
             self._lent = None
@@ -571,6 +589,7 @@ class Holdings:
         shared, stop = self._tree_pages, self._num_pages(self._length)
         self._capacity = self._length
         self._pending, self._lent = {}, None
+        self._work = Work(len(host.layout.groups), original._work.retry)
         self._live_from = list(original._live_from)
         tree.hold(self._node)
         self._change_windows(self._node, 0, shared, HELD)
@@ -578,7 +597,8 @@ class Holdings:
         for group in tree.groups:
             entries = self._tables[group.ordinal][shared:]
             there = entries > 0
-            pages = tree.allocate(host.pools[group.pool], int(np.count_nonzero(there)))
+            pages = self._take(group, int(np.count_nonzero(there)))
+            self._work.pages[PER_GROUP * group.ordinal + COPIED] += len(pages)
             for source, page in zip(entries[there].tolist(), pages.tolist(), strict=True):
                 host.builder.copy(group.pool, source, page)
             entries[there] = pages

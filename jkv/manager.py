@@ -35,7 +35,7 @@ from jkv.ragged import Ragged, make_ragged
 from jkv.resizing import graft, move_together, shrink
 from jkv.sequence import WAITING, Sequence, find_everywhere
 from jkv.state import CacheState, init_state, resized_state
-from jkv.stats import CacheStats, Counters, Moves, PoolStats, TierStats
+from jkv.stats import CacheStats, Moves, PoolStats, TierStats, Work, WorkStats, since
 from jkv.tiers.host import HostMemory
 from jkv.tiers.store import Store
 
@@ -76,10 +76,11 @@ class CacheManager:
         self._host_pages = host_pages(self.layout, tier)
         self._store = Store(config.store_tier, self.layout) if config.store_tier else None
         self._memory = HostMemory(self.layout, self._host_pages, tier.staging, self._store) if tier else None
-        self._counters = Counters()
+        self._work, self._retried = (Work(len(self.layout.groups), retry) for retry in (False, True))
         self._snapshots_evicted = 0  # by trees of earlier lives
         self._moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
         self._released = False
+        self._taken: CacheStats | None = None
         self._start_over()
 
     def _start_over(self) -> None:
@@ -92,7 +93,8 @@ class CacheManager:
             layout=layout,
             pools=pools,
             tree=Eviction(layout, pools, builder, self._store),
-            counters=self._counters,
+            work=self._work,
+            retried=self._retried,
             builder=builder,
             rows=[None] * layout.max_sequences,
             free_rows=list(range(layout.max_sequences - 1, -1, -1)),
@@ -416,6 +418,8 @@ class CacheManager:
         self._check_state("prepare", state)
         if self._host.candidates is not None:
             self._batches.show_candidates(batch)
+        for pool in self._host.pools:
+            pool.note_peak()
         state = self._carried_out(state)
         self._batches.put_in_flight(batch)
         return state
@@ -483,8 +487,8 @@ class CacheManager:
     # --- looking at it -----------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """Counters and the pools' present ownership."""
-        host, counters = self._host, self._counters
+        """Totals since the manager was made, and what there is now."""
+        host = self._host
         tiers = {"device": self._tier_stats(host.pools, self._device_bytes())}
         if self._memory is not None:
             below = [pool.below for pool in host.pools]
@@ -492,10 +496,10 @@ class CacheManager:
         if self._store is not None:
             tiers["store"] = TierStats(**vars(self._store.stats()))
         suspended = sum(seq.status in WAITING for seq in host.sequences)
-        fields = dataclasses.asdict(counters)
-        fields["lost_tokens"] = MappingProxyType(dict(counters.lost_tokens))
+        work, retried = self._work_of(self._work), self._work_of(self._retried)
         return CacheStats(
-            **fields,
+            **work.fields(self.layout),
+            retried=WorkStats(**retried.fields(self.layout)),
             snapshots_evicted=self._snapshots_evicted + host.tree.snapshots_evicted,
             evicted_pages=tiers["device"].evicted,
             pools=tiers["device"].pools,
@@ -503,6 +507,23 @@ class CacheManager:
             active=host.active,
             suspended=suspended,
         )
+
+    def take_stats(self) -> CacheStats:
+        """`stats` of the time since the last call, or since the manager was made: of totals the differences."""
+        now, before = self.stats(), self._taken
+        self._taken = now
+        for pool in self._host.tree.all_pools():
+            pool.peak = 0
+        return now if before is None else since(now, before)
+
+    def _work_of(self, closed: Work) -> Work:
+        """`closed`, and what open sequences did."""
+        work = Work(len(self.layout.groups))
+        work.add(closed)
+        for seq in self._host.sequences:
+            if seq._work.retry == closed.retry:
+                work.add(seq._work)
+        return work
 
     def _device_bytes(self) -> int:
         return sum(pool.num_rows * pool.page_bytes for pool in self.layout.pools)
@@ -515,7 +536,7 @@ class CacheManager:
         return TierStats(
             bytes=used,
             limit=limit,
-            pools=MappingProxyType({p.name: PoolStats(p.total, p.free, p.tree, p.private, p.evictable) for p in pools}),
+            pools=MappingProxyType({pool.name: _pool_stats(pool) for pool in pools}),
             evicted=MappingProxyType({name: each.evicted for name, each in moves.items()}),
             offloaded=MappingProxyType({name: each.offloaded for name, each in moves.items()}),
             onboarded=MappingProxyType({name: each.onboarded for name, each in moves.items()}),
@@ -529,6 +550,10 @@ class CacheManager:
           IntegrityError: names the broken invariant.
         """
         check_host(self._host)
+
+
+def _pool_stats(pool: PagePool) -> PoolStats:
+    return PoolStats(pool.total, pool.free, pool.tree, pool.private, pool.evictable, pool.peak, pool.page_bytes)
 
 
 def _bucket(field: str, sizes: int | Iterable[int], needed: int) -> int:

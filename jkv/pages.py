@@ -151,6 +151,7 @@ class PagePool:
         self.name = pool.name
         self.ordinal = pool.ordinal
         self.below = below
+        self.page_bytes = pool.page_bytes
         self.offset = 0 if num_pages is None else HOST
         self.total = pool.num_pages if num_pages is None else num_pages
         self.tree = 0  # pages owned by tree nodes
@@ -160,6 +161,7 @@ class PagePool:
         self.evicted = 0  # pages evicted so far
         self.offloaded = 0  # of these, pages that moved down
         self.onboarded = 0  # pages that came up
+        self.peak = 0  # the most pages that were neither free nor evictable, as far as noted
         self.order = EvictionOrder()
         self.free = self.total
         self._stack = np.arange(self.total, 0, -1, dtype=np.int32)  # [:free] is free; page 1 on top
@@ -202,6 +204,12 @@ class PagePool:
         """Pages that an allocation cannot get, without `own` ones of a suspended sequence."""
         room = self.below.available if self.below is not None else 0
         return self.held + self.private - self.idle + max(0, self.kept + self.idle - own - room)
+
+    def note_peak(self) -> None:
+        """Called once a step."""
+        used = self.total - self.free - self.tree + self.held + self.kept
+        if used > self.peak:
+            self.peak = used
 
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` pages off the free stack: int32[count]. The caller has made sure that they are there."""

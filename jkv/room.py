@@ -13,9 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from jkv.errors import OutOfPagesError
-from jkv.holdings import NO_PAGE, Holdings
+from jkv.holdings import NO_PAGE, STATE, Holdings
 from jkv.layout import Group
 from jkv.radix import NO_SLOT
+from jkv.stats import SKIPPED
 
 
 class Room(Holdings):
@@ -48,7 +49,7 @@ class Room(Holdings):
             return False
         if new > old:
             for group in self._host.tree.groups:
-                self._append_pages(group, old, self._host.tree.allocate(self._host.pools[group.pool], new - old))
+                self._append_pages(group, old, self._take(group, new - old))
         return True
 
     def _make_possible(self, fresh: list[int], lending: bool) -> bool:
@@ -115,7 +116,7 @@ class Room(Holdings):
             entries = self._tables[group.ordinal][first : max(old, new)]
             missing = want & (entries == NO_PAGE)
             if missing.any():
-                entries[missing] = tree.allocate(host.pools[group.pool], int(np.count_nonzero(missing)))
+                entries[missing] = self._take(group, int(np.count_nonzero(missing)))
             self._mark(group.ordinal, first, max(old, new))
         return True
 
@@ -155,13 +156,13 @@ class Room(Holdings):
         if position in self._pending:
             return self._pending[position]
         if tree.state_pool is not None and not tree.state_pool.available:
-            self._host.counters.snapshots_skipped += 1
+            self._work.totals[SKIPPED] += 1
             return NO_SLOT
-        slot = self._pending[position] = NO_SLOT if tree.state_pool is None else tree.allocate_one(tree.state_pool)
+        slot = self._pending[position] = NO_SLOT if tree.state_pool is None else self._take_one(STATE)
         # A step that is prepared already runs before the next plan, which must not need what it overwrites.
         too_late = self._in_flight and slot != NO_SLOT and self._host.builder.touches(tree.state_pool.ordinal, slot)
         if too_late or (self._host.scratch is not None and not self._has_window_for(position)):
-            self._host.counters.snapshots_skipped += tree.state_pool is not None
+            self._work.totals[SKIPPED] += tree.state_pool is not None
             self._free_slot(self._pending.pop(position))
             return NO_SLOT
         return slot

@@ -33,6 +33,7 @@ from jkv.holdings import Host
 from jkv.ledger import NEVER
 from jkv.radix import HELD, NO_SLOT, Hit, Match, Node, node_of, path_to
 from jkv.speculation import Mark
+from jkv.stats import COPIED, LIMITED, LOST, MISSED, PARTIAL, PER_GROUP, SKIPPED, TIERS, WHOLE, WorkStats
 from jkv.suspension import Suspension
 
 
@@ -81,7 +82,7 @@ class Sequence(Suspension):
         super().__init__(host, host.key(scope), priority)
         self._prompt = tokens
         self._max_reuse = max(0, len(tokens) - 1) if max_reuse is None else min(max_reuse, len(tokens))
-        self._retry = retry
+        self._work.retry = retry
         self.status = Status.SUSPENDED
         # from the first resume on:
         self._match: Match | None = None
@@ -348,8 +349,7 @@ class Sequence(Suspension):
         if self._digests is not None:
             self._digests = None
         self._points = self._choose_points(hit.match.raw_tokens)
-        if not self._retry:
-            self._count_lookup(hit.match)
+        self._count_lookup(self._match, hit.endpoint is not None)
         return True
 
     def _with_store(self, match: Match) -> Match:
@@ -407,16 +407,36 @@ class Sequence(Suspension):
         lengths = (raw_tokens - backoff, len(self._prompt) - max(1, backoff))
         return tuple(sorted({n - n % page_size for n in lengths if n > 0}))
 
-    def _count_lookup(self, match: Match) -> None:
-        counters = self._host.counters
-        counters.lookups += 1
-        counters.hits += match.tokens > 0
-        counters.looked_up_tokens += len(self._prompt)
-        counters.reused_tokens += match.tokens
+    def _count_lookup(self, match: Match, with_state: bool) -> None:
+        """Counts the first resume, which has just made its private copies."""
+        work, length, whole = self._work, match.tokens, self._published
+        page_size = self._host.layout.page_size
+        work.totals[: SKIPPED + 1] = 1, int(length > 0), len(self._prompt), length, 0, 0
+        for tier, count in match.tier_tokens.items():
+            work.totals[TIERS[tier]] = count
+        missed = self._num_pages(len(self._prompt)) - self._num_pages(length)
+        for group in self._host.tree.groups:
+            at, found = PER_GROUP * group.ordinal, whole
+            if group.window is not None:
+                live = min(self._live_from[group.ordinal], whole)
+                found += min(group.sink_pages(page_size), live) - live
+            work.pages[at + WHOLE], work.pages[at + PARTIAL], work.pages[at + MISSED] = (
+                found,
+                work.pages[at + COPIED],
+                missed,
+            )
+        if self._host.tree.recurrent:
+            work.pages[-PER_GROUP + (MISSED if not with_state else PARTIAL if length % page_size else WHOLE)] = 1
         if match.limited_by is not None:
-            backoff = self._host.layout.config.reuse_backoff
-            lost = min(match.raw_tokens - backoff, self._max_reuse) - match.tokens
-            counters.lost_tokens[match.limited_by] = counters.lost_tokens.get(match.limited_by, 0) + lost
+            ordinal = next(g.ordinal for g in self._host.layout.groups if g.name == match.limited_by)
+            upper = min(match.raw_tokens - self._host.layout.config.reuse_backoff, self._max_reuse)
+            work.pages[PER_GROUP * ordinal + LIMITED] = 1
+            work.pages[PER_GROUP * ordinal + LOST] = upper - length
+
+    @property
+    def stats(self) -> WorkStats:
+        """What this sequence looked up, found and took so far."""
+        return WorkStats(**self._work.fields(self._host.layout))
 
     # --- room --------------------------------------------------------------------------------------------------------
 
@@ -841,7 +861,9 @@ class Sequence(Suspension):
         self.row = None
         self._capacity = self._length = self._committed
         self._land()
-        self._host.sequences.pop(self, None)
+        if self in self._host.sequences:
+            del self._host.sequences[self]
+            (self._host.retried if self._work.retry else self._host.work).add(self._work)
         self._host.prompting.pop(self, None)
 
     def _leave_row(self) -> None:

@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ import numpy as np
 
 import jkv
 from jkv.layout import HOST
+from jkv.stats import since
 
 # ---------------------------------------------------------------------------------------------------- the functions
 
@@ -568,11 +569,11 @@ class World:
         """A program starts: a new manager, on the same store if there is one."""
         self.manager = jkv.CacheManager(self.config)
         self.state = self.manager.init()
+        self.last_stats: jkv.CacheStats | None = None
         self._began()
 
     def _began(self) -> None:
         self.runs: list[Run] = []
-        self.last_counts = (0, 0, 0, 0)
         self.copied: dict[str, list[int]] = {}
         self._resized()
 
@@ -594,9 +595,9 @@ class World:
         self.state = self.manager.reset()
         for run in self.runs:
             assert run.closed and run.seq.row is None
-        counts = self.last_counts
+        lookups = self.last_stats.lookups
         self._began()
-        assert self.last_counts == counts
+        assert self.last_stats.lookups == lookups
 
     def resize_tier(self, tier: str, **size: Any) -> None:
         """manager.resize_tier; verifies every byte of what is left."""
@@ -682,14 +683,23 @@ class World:
             assert all(0 <= n <= each.evicted[name] for name, n in each.offloaded.items()), f"{tier}: {each}"
             assert tier in self.faulty or not (each.failures or each.off), f"{tier}: {each}"
             assert each.limit is None or each.bytes <= each.limit, f"{tier}: {each}"
-        counts = (stats.lookups, stats.hits, stats.looked_up_tokens, stats.reused_tokens)
-        assert all(a <= b for a, b in zip(self.last_counts, counts, strict=True)), f"{self.last_counts} -> {counts}"
-        assert stats.hits <= stats.lookups and stats.reused_tokens <= stats.looked_up_tokens
-        self.last_counts = counts
+        self._check_work(stats)
         rows = [run.seq.row for run in self.runs if run.seq.row is not None]
         assert len(set(rows)) == len(rows)
         for run in self.runs:
             assert 0 <= run.seq.committed <= run.seq.length <= run.seq.capacity <= self.config.max_length
+
+    def _check_work(self, stats: jkv.CacheStats) -> None:
+        """Totals never go down, and what they say fits together (SPEC S54)."""
+        for work in (stats, stats.retried, *(run.seq.stats for run in self.runs)):
+            assert work.hits <= work.lookups and work.reused_tokens <= work.looked_up_tokens
+            assert sum(work.tier_tokens.values()) == work.reused_tokens, work
+            assert sum(work.limited_by.values()) <= work.lookups, work
+            for name, pages in work.groups.items():
+                assert pages.copied <= pages.allocated, f"{name}: {work}"
+        if self.last_stats is not None:
+            assert min(_numbers(since(stats, self.last_stats))) >= 0, f"{self.last_stats} -> {stats}"
+        self.last_stats = stats
 
     def verify(self, prepared: bool = False) -> None:
         """Compares every byte that a live sequence may read. `prepared`: the tables are those of this moment."""
@@ -1078,6 +1088,17 @@ class World:
         for run in runs:
             run.close()
         self.flush()
+
+
+def _numbers(stats: Any) -> Iterator[int]:
+    """Every number in what `stats` returned."""
+    if dataclasses.is_dataclass(stats):
+        stats = vars(stats)
+    if isinstance(stats, Mapping):
+        for each in stats.values():
+            yield from _numbers(each)
+    elif stats is not None:
+        yield stats
 
 
 def stale_pages(length: int, window: int, sinks: int, page_size: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ PUBLIC = """
 # DESIGN section 7: what each file may import from jkv.
 BELOW = {
     "errors": "",
-    "stats": "",
+    "stats": "layout config errors",
     "config": "errors",
     "layout": "config errors",
     "pages": "layout errors",
@@ -34,11 +34,11 @@ BELOW = {
     "eviction": "retention radix pages plan layout config errors tiers.keys",
     "ledger": "layout",
     "holdings": "eviction radix pages plan ledger layout config stats errors",
-    "room": "holdings radix layout errors",
+    "room": "holdings radix layout stats errors",
     "speculation": "room holdings radix errors",
     "suspension": "speculation radix pages layout errors",
     "arrivals": "holdings radix layout config tiers.keys",
-    "sequence": "suspension speculation arrivals holdings ledger radix config errors",
+    "sequence": "suspension speculation arrivals holdings ledger radix config errors stats",
     "batches": "sequence holdings config errors",
     "resizing": "sequence holdings eviction radix pages layout errors",
     "integrity": "sequence arrivals holdings eviction radix pages layout errors",
