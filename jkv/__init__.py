@@ -26,6 +26,7 @@ from jkv.errors import (
     SequenceStateError,
     StoreError,
 )
+from jkv.events import Event
 from jkv.manager import CacheManager
 from jkv.ops import (
     append,
@@ -54,6 +55,7 @@ __all__ = [
     "CacheStats",
     "ConfigError",
     "DeviceTier",
+    "Event",
     "HostTier",
     "IntegrityError",
     "Match",

@@ -416,6 +416,7 @@ class CacheConfig:
       max_drafts: draft tokens that a verify step takes at most. With recurrent layers, each row then has
         2 * (max_drafts + 1) candidate slots beside the usable ones of the DeviceTier.
       model: identity of the weights, part of every key.
+      events: how many events wait for `take_events`, at most; 0: none are made.
 
     >>> config = CacheConfig(
     ...     layers={"attn": AttentionLayer(kv_buffers(2, 16)), "ssm": RecurrentLayer({"h": Buffer((4, 8))})},
@@ -436,11 +437,12 @@ class CacheConfig:
     window_scratch: WindowScratch | None = None
     max_drafts: int = 0
     model: str = ""
+    events: int = 0
 
     def __post_init__(self) -> None:
         for field in ("max_sequences", "max_length", "page_size"):
             object.__setattr__(self, field, require_int(f"CacheConfig.{field}", getattr(self, field), 1))
-        for field in ("reuse_backoff", "max_drafts"):
+        for field in ("reuse_backoff", "max_drafts", "events"):
             require_int(f"CacheConfig.{field}", getattr(self, field), 0)
         object.__setattr__(self, "layers", MappingProxyType(self._checked_layers()))
         object.__setattr__(self, "tiers", self._checked_tiers())

@@ -31,6 +31,8 @@ class Shelf(Protocol):
     def has(self, group: str, name: str) -> bool: ...
     def touch(self, group: str, name: str) -> None: ...
     def tails(self, group: str, parent: bytes) -> list[tuple[int, bytes]]: ...
+    def watch(self) -> list[tuple[str, str]]: ...
+    def take_changes(self) -> list[tuple[str, str]]: ...
 
 
 class Eviction(Retention):
@@ -95,11 +97,7 @@ class Eviction(Retention):
                 places = node.pages[group.ordinal][: self.num_pages(node)]
                 at = np.isin(places, gone[group.pool]).nonzero()[0]
                 if len(at):
-                    self._weigh(node, group.ordinal, at, -1)
-                    self.release_pages(self.group_pools[group.ordinal], places[at])
-                    places[at] = -1
-                    node.resident -= len(at)
-                    self.review_head(node)
+                    self._lose_window(node, group.ordinal, at)
             for endpoint in list(node.endpoints):
                 if not endpoint.pinned and self.state_pool and endpoint.slot in gone[self._state_ordinal]:
                     self.remove_endpoint(endpoint)
@@ -110,6 +108,15 @@ class Eviction(Retention):
                     at = np.isin(places, gone[self.full_pool.ordinal]).nonzero()[0]
                     if len(at):
                         self._cut_branch(node, int(at[0]))
+
+    def _lose_window(self, node: Node, g: int, at: np.ndarray) -> None:
+        """Window pages at indices `at` of `node` are no good."""
+        places = node.pages[g]
+        self._weigh(node, g, at, -1)
+        self.release_pages(self.group_pools[g], places[at])
+        places[at] = -1
+        node.resident -= len(at)
+        self.review_head(node)
 
     def relies_on(self, hit: Hit, pages: Collection[tuple[int, int]]) -> bool:
         """Whether anything on the path of `hit` lies in these host pages: (pool ordinal, id)."""

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.announcing import Announcing
 from jkv.apply import apply
 from jkv.batches import Batch, Batches
 from jkv.config import (
@@ -23,6 +24,7 @@ from jkv.config import (
     require_int,
 )
 from jkv.errors import CacheError, ConfigError, SequenceStateError
+from jkv.events import Event, Journal
 from jkv.eviction import Eviction
 from jkv.holdings import Candidates, Host
 from jkv.integrity import check_host
@@ -80,6 +82,7 @@ class CacheManager:
         self._snapshots_evicted = 0  # by trees of earlier lives
         self._moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
         self._released = False
+        self._journal = Journal(config.events) if config.events else None
         self._taken: CacheStats | None = None
         self._start_over()
 
@@ -92,7 +95,7 @@ class CacheManager:
         self._host = Host(
             layout=layout,
             pools=pools,
-            tree=Eviction(layout, pools, builder, self._store),
+            tree=self._make_tree(layout, pools, builder),
             work=self._work,
             retried=self._retried,
             builder=builder,
@@ -108,6 +111,11 @@ class CacheManager:
             memory=self._memory,
         )
         self._batches = Batches(self._host)
+
+    def _make_tree(self, layout: Layout, pools: list[PagePool], builder: PlanBuilder) -> Eviction:
+        if self._journal is None:
+            return Eviction(layout, pools, builder, self._store)
+        return Announcing(layout, pools, builder, self._store, self._journal)
 
     def _make_builder(self, layout: Layout, slots: np.ndarray, candidates: Candidates | None) -> PlanBuilder:
         shown = candidates.shown if candidates else NO_CANDIDATES
@@ -141,6 +149,8 @@ class CacheManager:
             seq._abandon()
         self._keep_totals()
         self._start_over()
+        if isinstance(self._host.tree, Announcing):
+            self._host.tree.forget()
         if self._memory is not None:
             self._memory.wait()
             graft(host.tree, self._host.tree, {*host.builder.host_destinations(), *self._memory.lost})
@@ -542,6 +552,37 @@ class CacheManager:
             onboarded=MappingProxyType({name: each.onboarded for name, each in moves.items()}),
             failures=MappingProxyType(dict(failures or {})),
         )
+
+    def take_events(self, *, replay: bool = False) -> tuple[Event, ...]:
+        """What became reusable, moved or was lost since the last call, oldest first. Tails are left out.
+
+        What the store's writers, this one and others, did is noticed here, so it may come later than it happened.
+
+        Args:
+          replay: instead of what happened, what there is now: "cleared", then everything as "stored", parents first.
+            For a listener that starts, or that has lost some.
+
+        Raises:
+          ConfigError: `CacheConfig.events` is 0.
+
+        >>> import jkv, jax.numpy as jnp
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+        >>> tiers = (jkv.DeviceTier(pages=16),)
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=tiers, events=1000))
+        >>> state = manager.init()
+        >>> with manager.open([1, 2, 3, 4, 5]) as seq:
+        ...     _ = seq.resume(), seq.reserve(5)
+        ...     state, rows = manager.prepare(state, [seq])
+        ...     seq.commit([1, 2, 3, 4, 5])
+        >>> [(event.kind, event.group, event.tokens) for event in manager.take_events()]
+        [('stored', 'full', (1, 2, 3, 4))]
+        """
+        tree = self._host.tree
+        if not isinstance(tree, Announcing):
+            raise ConfigError("take_events: CacheConfig.events is 0; set it to how many may wait to be taken")
+        settled = self._host.builder.empty and (self._memory is None or self._memory.idle)
+        tree.look_into_store(settled)
+        return self._journal.replay() if replay else self._journal.take()
 
     def check(self) -> None:
         """Full integrity check: tree structure, ownership, free lists, tables, counters against a recount.

@@ -17,7 +17,7 @@ PUBLIC = """
     CacheConfig WindowScratch
     CacheState append attend append_attend gather read_state write_state pool with_pool table_for slots_for
     candidate_slots Ragged
-    CacheManager CacheStats Sequence Status Match Scope
+    CacheManager CacheStats Event Sequence Status Match Scope
     CacheError ConfigError OutOfPagesError SequenceStateError IntegrityError StoreError
 """.split()
 
@@ -32,6 +32,8 @@ BELOW = {
     "radix": "layout config errors",
     "retention": "radix pages layout errors",
     "eviction": "retention radix pages plan layout config errors tiers.keys",
+    "events": "config",
+    "announcing": "events eviction radix pages plan layout config tiers.keys",
     "ledger": "layout",
     "holdings": "eviction radix pages plan ledger layout config stats errors",
     "room": "holdings radix layout stats errors",
@@ -86,6 +88,8 @@ def test_a_star_import_gives_them():
         "pages",
         "plan",
         "eviction",
+        "events",
+        "announcing",
         "suspension",
         "arrivals",
         "resizing",

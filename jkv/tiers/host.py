@@ -277,6 +277,11 @@ class HostMemory:
             at += size
         return parts
 
+    @property
+    def idle(self) -> bool:
+        """Whether all has landed, and all that the store is to get has been given to it."""
+        return all(job.done() for job in self._jobs)
+
     def wait(self) -> None:
         """Until all has landed."""
         while self._jobs:

@@ -49,6 +49,7 @@ class Index:
       entries: {key: Entry}, oldest first. (Of a plain dict, finding the first after many removals is a scan.)
       bytes: of all entries.
       changes: since the order was last encoded.
+      changed: keys that came or went since it was last emptied; None: nobody asks.
 
     >>> index = Index()
     >>> for name in ("0" * 64, "1" * 64):
@@ -62,6 +63,7 @@ class Index:
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.bytes = 0
         self.changes = 0
+        self.changed: list[str] | None = None
         self._tails: dict[str, set[tuple[int, bytes]]] = {}
         self._latest = 0
 
@@ -84,6 +86,8 @@ class Index:
     def _insert(self, key: str, size: int, used: int, listing: int) -> None:
         self.entries[key] = Entry(key, size, used, listing)
         self.bytes += size
+        if self.changed is not None:
+            self.changed.append(key)
         family, tail = tail_of(key)
         if tail is not None:
             self._tails.setdefault(family, set()).add(tail)
@@ -103,6 +107,8 @@ class Index:
             return
         self.bytes -= entry.size
         self.changes += 1
+        if self.changed is not None:
+            self.changed.append(key)
         family, tail = tail_of(key)
         if tail is not None:
             self._tails[family].discard(tail)

@@ -21,7 +21,7 @@ import re
 import threading
 import urllib.parse
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic, time
 from typing import Any
 
@@ -232,6 +232,23 @@ class Store:
         """(tokens, digest) of the tails behind the page or root `parent`, sorted."""
         with self._lock:
             return self._index.tails(self._formats[group].prefix, parent)
+
+    def watch(self) -> list[tuple[str, str]]:
+        """(group, name) of all entries of this cache's model geometry; from now on `take_changes` says what changes."""
+        with self._lock:
+            self._index.changed = []
+            return self._named(self._index.entries)
+
+    def take_changes(self) -> list[tuple[str, str]]:
+        """(group, name) of entries that came or went since the last call, or since `watch`."""
+        with self._lock:
+            keys, self._index.changed = self._index.changed or [], []
+        return self._named(keys)
+
+    def _named(self, keys: Iterable[str]) -> list[tuple[str, str]]:
+        groups = {form.prefix: group for group, form in self._formats.items()}
+        split = [(key[: key.rindex("/") + 1], key) for key in keys]
+        return [(groups[prefix], key[len(prefix) :]) for prefix, key in split if prefix in groups]
 
     def refresh(self) -> bool:
         """Starts a listing in the background, if the last one began more than 1 s, and 10 times what it took, ago.

@@ -1,0 +1,243 @@
+"""SPEC S55: events, and what a listener that replays them knows."""
+
+import numpy as np
+import pytest
+from oracle import World, fresh, join, tokens
+from test_random import CONFIGS, HOST_CONFIGS, HOST_OPS, OPS, STORE_CONFIGS, STORE_OPS, Driver, drive
+
+import jkv
+from jkv.events import Event, Journal
+from jkv.tiers.keys import page_digests, root_digest, tail_digest
+
+
+class Listener:
+    """What a router knows that hears every event, and the match rule without partial pages."""
+
+    def __init__(self, world):
+        self.manager, self.layout = world.manager, world.manager.layout
+        self.known = {}  # (group, digest) -> Event
+        self.next_id = 0
+
+    def hear(self, events):
+        for event in events:
+            assert event.id == self.next_id, f"{event}, id {self.next_id} expected"
+            self.next_id += 1
+            key = event.group, event.digest
+            if event.kind == "stored":
+                assert key not in self.known
+                if event.group == "full" and event.parent and event.position > self.layout.page_size:
+                    assert ("full", event.parent) in self.known, f"{event} comes before its parent"
+                self.check_digest(event)
+                self.known[key] = event
+            elif event.kind == "moved":
+                assert self.known[key].tier != event.tier
+                self.check_digest(event)
+                self.known[key] = event
+            elif event.kind == "removed":
+                assert self.known.pop(key).tier == event.tier
+            else:
+                assert event.kind == "cleared"
+                self.known.clear()
+
+    def check_digest(self, event):
+        if event.parent:  # else it is known by its digest alone
+            ids = np.array(event.tokens, np.int32)
+            assert tail_digest(event.parent, ids) == event.digest
+            assert (event.position - len(ids)) % self.layout.page_size == 0
+
+    def match(self, scope, prompt):
+        """The largest whole number of pages that everything needed is known of."""
+        size = self.layout.page_size
+        root = root_digest(self.layout.config.model, scope.adapter, scope.version, scope.salt)
+        digests = page_digests(root, prompt[: len(prompt) // size * size], size)
+        for pages in range(len(digests), 0, -1):
+            if all(self.has(group, digests, pages) for group in self.layout.groups):
+                return pages * size
+        return 0
+
+    def has(self, group, digests, pages):
+        if group.recurrent:
+            return (group.name, digests[pages - 1]) in self.known
+        sinks, first, stop = group.needed(pages * self.layout.page_size, self.layout.page_size)
+        return all((group.name, digests[i]) in self.known for i in (*range(sinks), *range(first, stop)))
+
+
+def listen(world, prompts=()):
+    """Hears what is new, and compares with `probe`."""
+    if getattr(world, "listener", None) is None or world.listener.manager is not world.manager:
+        world.listener = Listener(world)
+    world.listener.hear(world.manager.take_events())
+    for scope, prompt in prompts:
+        found = world.manager.probe(prompt, scope=scope, max_reuse=len(prompt)).tokens
+        assert world.listener.match(scope, prompt) == found
+    return world.listener
+
+
+def kinds(world, group=None):
+    events = world.manager.take_events()
+    return [(e.kind, e.group, e.tier, e.position) for e in events if group in (None, e.group)]
+
+
+def test_s55_one_stored_per_page_and_group_parents_first():
+    w = World("full window:8", page_size=4, events=100)
+    w.turn(tokens(10), [4, 6], close=False)
+    events = w.manager.take_events()
+    assert [(e.kind, e.group, e.position) for e in events] == [
+        ("stored", "full", 4), ("stored", "window:8", 4), ("stored", "full", 8), ("stored", "window:8", 8),
+    ]  # fmt: skip
+    root = root_digest("", None, 0, None)
+    one, two = page_digests(root, tokens(8), 4)
+    assert [(e.parent, e.digest) for e in events] == [(root, one), (root, one), (one, two), (one, two)]
+    assert [e.tokens for e in events[::2]] == [tuple(tokens(4).tolist()), tuple(tokens(8)[4:].tolist())]
+    assert {(e.tier, e.scope) for e in events} == {("device", jkv.Scope())}
+    w.close_all()  # a tail, which is not announced
+    w.turn(tokens(10))
+    assert w.manager.take_events() == ()
+
+
+def test_s55_a_snapshot_is_one_event_with_its_position():
+    w = World("full recurrent", page_size=4, events=100)
+    w.turn(tokens(8), [4, 2, 2], snapshot=True)
+    events = [e for e in w.manager.take_events() if e.group == "recurrent"]
+    assert [(e.kind, e.position) for e in events] == [("stored", 4), ("stored", 6), ("stored", 8)]
+    one, two = page_digests(root_digest("", None, 0, None), tokens(8), 4)
+    assert [e.digest for e in events] == [one, tail_digest(one, tokens(6)[4:]), two]
+
+
+def test_s55_moved_on_a_change_of_tier_and_removed_once():
+    w = World("full", page_size=4, pages=4, host=4, events=100)
+    w.turn(tokens(8))
+    assert kinds(w) == [("stored", "full", "device", 4), ("stored", "full", "device", 8)]
+    w.turn(tokens(16, "other"))
+    moved = [event for event in kinds(w) if event[0] == "moved"]
+    assert moved == [("moved", "full", "host", 8), ("moved", "full", "host", 4)]
+    w.turn(tokens(16, "third"))  # to host memory goes what was second
+    removed = [event for event in kinds(w) if event[0] == "removed"]
+    assert removed == [("removed", "full", "host", 8), ("removed", "full", "host", 4)]
+
+
+def test_s55_what_the_store_has_is_moved_there(tmp_path):
+    w = World("full", page_size=4, pages=4, host=4, store=jkv.StoreTier(str(tmp_path)), events=100)
+    listen(w)
+    w.turn(tokens(8))
+    w.turn(tokens(16, "other"))
+    w.turn(tokens(16, "third"))
+    w.flush()
+    w.settle()
+    assert {e.tier for e in listen(w).known.values()} == {"device", "host", "store"}
+    assert listen(w, [(jkv.Scope(), tokens(8))]).match(jkv.Scope(), tokens(8)) == 8
+    kept = {key for key, event in w.listener.known.items()}
+    w.restart()
+    known = listen(w, [(jkv.Scope(), tokens(8)), (jkv.Scope(), tokens(16, "third"))]).known
+    assert known.keys() >= kept
+    assert {(e.tier, e.parent, e.tokens, e.scope) for e in known.values()} == {("store", b"", (), None)}
+
+
+def test_s55_what_another_process_removes_is_gone(tmp_path):
+    w = World("full", page_size=4, pages=4, store=jkv.StoreTier(str(tmp_path)), events=100)
+    w.turn(tokens(8))
+    w.restart()
+    assert len(listen(w).known) == 2
+    store = w.manager._store
+    store.resize(1)
+    store.flush()
+    assert not listen(w).known
+
+
+def test_clear_and_reset_say_so():
+    w = World("full", page_size=4, host=8, events=100)
+    w.turn(tokens(8))
+    kinds(w)
+    w.manager.clear()
+    assert kinds(w) == [("cleared", "", "", 0)]
+    w.turn(tokens(8))
+    w.turn(tokens(4, "other"))
+    w.manager._host.tree.make_free(w.manager._host.pools[0], w.manager._host.pools[0].total)
+    w.flush()
+    kinds(w)
+    w.reset()
+    after = kinds(w)
+    assert after[0] == ("cleared", "", "", 0)
+    assert sorted(after[1:]) == [("stored", "full", "host", n) for n in (4, 4, 8)]
+
+
+def test_a_full_buffer_says_what_it_lost():
+    w = World("full", page_size=4, events=3)
+    w.turn(tokens(8))
+    assert [e.id for e in w.manager.take_events()] == [0, 1]
+    w.turn(tokens(20, "other"))
+    lost, *events = w.manager.take_events()
+    assert (lost.kind, lost.id) == ("lost", 3)
+    assert [(e.id, e.position) for e in events] == [(4, 12), (5, 16), (6, 20)]
+    w.turn(tokens(4, "third"))
+    assert [(e.kind, e.id) for e in w.manager.take_events()] == [("stored", 7)]
+    cleared, *events = w.manager.take_events(replay=True)
+    assert cleared.kind == "cleared" and len(events) == 2 + 5 + 1
+    assert [e.id for e in (cleared, *events)] == list(range(8, 17))
+    w.turn(tokens(4, "fourth"))
+    assert [e.id for e in w.manager.take_events()] == [17]
+
+
+def test_a_replay_is_what_a_listener_knows():
+    w = World("full window:6 recurrent", page_size=4, pages=12, host=12, events=1000)
+    for i in range(8):
+        w.turn(join(tokens(8), fresh(4 + i)))
+    known = listen(w).known
+    cleared, *events = w.manager.take_events(replay=True)
+    assert cleared.kind == "cleared"
+    assert {(e.group, e.digest): (e.tier, e.tokens, e.position) for e in events} == {
+        key: (e.tier, e.tokens, e.position) for key, e in known.items()
+    }
+    late = Listener(w)
+    late.next_id = cleared.id
+    late.hear((cleared, *events))  # parents first
+
+
+def test_off_by_default():
+    w = World("full", page_size=4)
+    w.turn(tokens(8))
+    with pytest.raises(jkv.ConfigError, match=r"events is 0"):
+        w.manager.take_events()
+    with pytest.raises(jkv.ConfigError, match=r"events"):
+        World("full", events=-1)
+
+
+def test_the_journal_drops_the_oldest():
+    journal = Journal(2)
+    for i in range(5):
+        journal.there(Event(0, "", "full", "device", digest=bytes([i])))
+    lost, *events = journal.take()
+    assert (lost.kind, lost.id) == ("lost", 2)
+    assert [event.id for event in events] == [3, 4]
+    assert journal.take() == ()
+
+
+WHOLE = {"partial_reuse": False, "reuse_backoff": 0, "events": 100_000}
+LISTENED = {
+    **{f"device: {name}": (*CONFIGS[name][:2], OPS) for name in CONFIGS},
+    **{f"host: {name}": (*HOST_CONFIGS[name], HOST_OPS) for name in HOST_CONFIGS},
+    **{f"store: {name}": (*STORE_CONFIGS[name], STORE_OPS) for name in STORE_CONFIGS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTENED)
+def test_s55_replaying_gives_what_probe_finds(name, request, tmp_path):
+    groups, config, ops = LISTENED[name]
+    config = {**config, **WHOLE}
+    if name.startswith("store"):
+        config["store"] = jkv.StoreTier(str(tmp_path))
+    driver = Driver(groups, config, False, [request.config.getoption("--random-seed"), len(name)], ops)
+    w, check = driver.w, driver.w.check
+
+    def check_and_listen():
+        check()
+        prompts = []
+        if w.manager._host.builder.empty and driver.chance(0.2):
+            w.settle()
+            size = w.config.page_size
+            for run in w.runs[-3:]:
+                prompts.append((run.scope, run.prompt[: len(run.prompt) // size * size]))
+        listen(w, prompts)
+
+    w.check = check_and_listen
+    drive(driver, name, request, 0.1)
