@@ -11,6 +11,7 @@ The host half of jkv: NumPy only.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ class Host:
     candidates: Candidates | None  # with max_drafts and recurrent layers
     scratch: WindowScratch | None  # with window layers
     ledger: Ledger
+    lock: threading.RLock  # held during each public call
     sequences: dict[Any, None]  # open Sequences, oldest first
     prompting: dict[Any, None]  # those that became active with a prompt to compute; done ones are dropped when met
     shelf: Any = None  # the store: jkv.tiers.store.Store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +37,7 @@ from jkv.radix import Match
 from jkv.ragged import Ragged, make_ragged
 from jkv.resizing import graft, move_together, shrink
 from jkv.sequence import WAITING, Sequence, find_everywhere
+from jkv.serial import serialised
 from jkv.state import CacheState, init_state, resized_state
 from jkv.stats import CacheStats, Moves, PoolStats, TierStats, Work, WorkStats, since
 from jkv.tiers.host import HostMemory
@@ -52,7 +54,8 @@ class CacheManager:
       config: the model's layers and the cache's budget.
       mesh: must be None: sharded pools are not supported.
 
-    Not thread-safe. Decisions depend only on the sequence of calls.
+    Calls from several threads, sequences' included, take place one at a time: `probe` may come from any thread while
+    another drives the decode loop. Decisions depend only on the sequence of calls.
 
     >>> import jax, jkv, jax.numpy as jnp
     >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
@@ -82,6 +85,7 @@ class CacheManager:
         self._snapshots_evicted = 0  # by trees of earlier lives
         self._moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
         self._released = False
+        self._lock = threading.RLock()
         self._journal = Journal(config.events) if config.events else None
         self._taken: CacheStats | None = None
         self._start_over()
@@ -109,6 +113,7 @@ class CacheManager:
             prompting={},
             shelf=self._store,
             memory=self._memory,
+            lock=self._lock,
         )
         self._batches = Batches(self._host)
 
@@ -135,6 +140,7 @@ class CacheManager:
         """A fresh device state: all zeros, committed to the default device. Pass it through every step."""
         return init_state(self.layout)
 
+    @serialised
     def reset(self) -> CacheState:
         """The device state was lost, deleted or released: closes all sequences, forgets what the device held.
 
@@ -163,6 +169,7 @@ class CacheManager:
             key = pool.name, bool(pool.offset)
             self._moved[key] = self._moved[key].with_those_of(pool)
 
+    @serialised
     def release(self, state: CacheState) -> None:
         """Gives the device's memory back, before training for instance; only `reset` is valid next.
 
@@ -198,6 +205,7 @@ class CacheManager:
         for array in jax.tree.leaves(state):
             array.delete()
 
+    @serialised
     def resize_tier(
         self, state: CacheState, tier: str, *, bytes: int | None = None, pages: int | Mapping[str, int] | None = None
     ) -> CacheState:
@@ -280,6 +288,7 @@ class CacheManager:
             self._host.builder.clear()
         return state
 
+    @serialised
     def clear(self) -> None:
         """Drops everything reusable.
 
@@ -293,6 +302,7 @@ class CacheManager:
 
     # --- requests ----------------------------------------------------------------------------------------------
 
+    @serialised
     def open(
         self,
         tokens: Any = (),
@@ -327,6 +337,7 @@ class CacheManager:
         self._host.sequences[seq] = None
         return seq
 
+    @serialised
     def probe(self, tokens: Any, *, scope: Scope = NO_SCOPE, max_reuse: int | None = None) -> Match:
         """What `open` with the same arguments would reuse now. Reads only."""
         ids = self._prompt(tokens)
@@ -368,6 +379,7 @@ class CacheManager:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
+    @serialised
     def prepare(self, state: CacheState, sequences: Iterable[Sequence]) -> tuple[CacheState, np.ndarray]:
         """Applies all pending device work in one dispatch and puts the sequences' next step in flight.
 
@@ -384,6 +396,7 @@ class CacheManager:
         batch = self._batches.of("prepare", sequences)
         return self._prepared(state, batch), batch.rows.astype(np.int32)
 
+    @serialised
     def prepare_ragged(
         self,
         state: CacheState,
@@ -437,6 +450,7 @@ class CacheManager:
     # Many sequences at once: the outcome of the sequences' own calls, at a cost that hardly depends on their number
     # where none of them needs, fills or loses a page.
 
+    @serialised
     def reserve(self, sequences: Iterable[Sequence], counts: Any) -> int:
         """`Sequence.reserve` for each in order, until one finds no room.
 
@@ -454,6 +468,7 @@ class CacheManager:
         """
         return self._batches.reserve(sequences, counts)
 
+    @serialised
     def advance(self, sequences: Iterable[Sequence], counts: Any) -> None:
         """`Sequence.advance` for each, all or none.
 
@@ -467,6 +482,7 @@ class CacheManager:
         """
         self._batches.advance(sequences, counts)
 
+    @serialised
     def commit(self, sequences: Iterable[Sequence], tokens: Any, lengths: Any) -> None:
         """`Sequence.commit` for each, all or none.
 
@@ -496,6 +512,7 @@ class CacheManager:
 
     # --- looking at it -----------------------------------------------------------------------------------------
 
+    @serialised
     def stats(self) -> CacheStats:
         """Totals since the manager was made, and what there is now."""
         host = self._host
@@ -518,6 +535,7 @@ class CacheManager:
             suspended=suspended,
         )
 
+    @serialised
     def take_stats(self) -> CacheStats:
         """`stats` of the time since the last call, or since the manager was made: of totals the differences."""
         now, before = self.stats(), self._taken
@@ -553,6 +571,7 @@ class CacheManager:
             failures=MappingProxyType(dict(failures or {})),
         )
 
+    @serialised
     def take_events(self, *, replay: bool = False) -> tuple[Event, ...]:
         """What became reusable, moved or was lost since the last call, oldest first. Tails are left out.
 
@@ -584,6 +603,7 @@ class CacheManager:
         tree.look_into_store(settled)
         return self._journal.replay() if replay else self._journal.take()
 
+    @serialised
     def check(self) -> None:
         """Full integrity check: tree structure, ownership, free lists, tables, counters against a recount.
 

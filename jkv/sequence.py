@@ -32,6 +32,7 @@ from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.holdings import Host
 from jkv.ledger import NEVER
 from jkv.radix import HELD, NO_SLOT, Hit, Match, Node, node_of, path_to
+from jkv.serial import serialised
 from jkv.speculation import Mark
 from jkv.stats import COPIED, LIMITED, LOST, MISSED, PARTIAL, PER_GROUP, SKIPPED, TIERS, WHOLE, WorkStats
 from jkv.suspension import Suspension
@@ -116,6 +117,7 @@ class Sequence(Suspension):
         return int(self._host.ledger.capacity[self.row]) if self._entered else self._capacity
 
     @property
+    @serialised
     def match(self) -> Match:
         """What was reused; before the first successful resume, what would be reused now."""
         if self._match is not None:
@@ -143,6 +145,7 @@ class Sequence(Suspension):
         return self._scratch is not None
 
     @window_scratch.setter
+    @serialised
     def window_scratch(self, on: bool) -> None:
         if not isinstance(on, bool):
             raise ConfigError(f"window_scratch must be a bool, got {on!r}")
@@ -159,6 +162,7 @@ class Sequence(Suspension):
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
+    @serialised
     def resume(self) -> bool:
         """Gets a row; the first time also matches, holds what is reused and plans private copies: one step.
 
@@ -218,6 +222,7 @@ class Sequence(Suspension):
             hit = find(host, self._scope, self._prompt, 0, search)
         return hit
 
+    @serialised
     def prefetch(self, tier: str) -> bool:
         """Brings what a suspended sequence has, or would reuse now, up to `tier`, ahead of its `resume`.
 
@@ -458,25 +463,29 @@ class Sequence(Suspension):
           OutOfPagesError: not even an empty cache could give that.
           SequenceStateError: not active, or a length beyond what the last `prepare` had reserved for the step.
         """
-        self._require_active("resize")
-        capacity = require_int("capacity", capacity, 0)
-        length = self._length if length is None else require_int("length", length, 0)
-        if not self._length <= length <= capacity:
-            raise ConfigError(
-                f"resize(capacity={capacity}, length={length}): length may only grow, from {self._length} to capacity"
-            )
-        if length > self._length and (self._in_flight or self._slot != NO_SLOT):
-            self._require_prepared("resize", length - self._length)
-        layout = self._host.layout
-        if capacity > layout.max_length:
-            raise OutOfPagesError(f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}")
-        if not self._fit(capacity, length if length > self._length else capacity):
-            return False
-        self._capacity = capacity
-        self._drop_pending(capacity)
-        if length > self._length:
-            self._advance_to(length, None)
-        return True
+        with self._host.lock:
+            self._require_active("resize")
+            capacity = require_int("capacity", capacity, 0)
+            length = self._length if length is None else require_int("length", length, 0)
+            if not self._length <= length <= capacity:
+                raise ConfigError(
+                    f"resize(capacity={capacity}, length={length}): length may only grow, from {self._length} to "
+                    "capacity"
+                )
+            if length > self._length and (self._in_flight or self._slot != NO_SLOT):
+                self._require_prepared("resize", length - self._length)
+            layout = self._host.layout
+            if capacity > layout.max_length:
+                raise OutOfPagesError(
+                    f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}"
+                )
+            if not self._fit(capacity, length if length > self._length else capacity):
+                return False
+            self._capacity = capacity
+            self._drop_pending(capacity)
+            if length > self._length:
+                self._advance_to(length, None)
+            return True
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -490,13 +499,14 @@ class Sequence(Suspension):
         Raises:
           SequenceStateError: not active, or more than the last `prepare` had reserved.
         """
-        self._require_active("advance")
-        n = require_int("n", n, 0)
-        self._require_prepared("advance", n)
-        if n == 0:
-            self._forget_step()
-        else:
-            self._advance_to(self._length + n, snapshot)
+        with self._host.lock:
+            self._require_active("advance")
+            n = require_int("n", n, 0)
+            self._require_prepared("advance", n)
+            if n == 0:
+                self._forget_step()
+            else:
+                self._advance_to(self._length + n, snapshot)
 
     def commit(self, tokens: Any, *, snapshot: bool | None = None, end: bool = False) -> None:
         """Publishes the ids of the tokens at `committed`..; advances first if they go past `length`.
@@ -512,35 +522,36 @@ class Sequence(Suspension):
           SequenceStateError: not active, stopped, more than the last `prepare` had reserved, or snapshot=True of
             tokens that a step in flight goes on from.
         """
-        self._require_active("commit")
-        tokens = as_tokens(tokens)
-        self._require_committable(len(tokens))
-        position = self._committed + len(tokens)
-        ahead = position - self._length
-        if ahead <= 0 and snapshot and self._in_flight and position not in self._pending:
-            raise SequenceStateError(
-                f"commit(snapshot=True) of older tokens, up to {position}: a step from {self._length} on is in flight, "
-                "so the state at that position cannot be kept; ask for it in the advance that reaches it"
-            )
-        if ahead > 0:
-            self._move_to(position)
-            snapshot = position in self._points if snapshot is None else snapshot
-        if snapshot and not (end and self._can_hand_over(position)):
-            self._keep_state(position, True)
-        early = self._host.tree.min_snapshot and not self._pending
-        if len(tokens):
-            self._committed = position
-            if early:
-                self._slide()  # what no endpoint to come needs is freed before the tree ever sees it
-            self._publish(tokens)
-        if self._pending:
-            self._publish_endpoints()
-        if self._marks:
-            self._end_marks(0, self._committed)
-        if end:
-            self._stop()
-        if end or not early:
-            self._slide()
+        with self._host.lock:
+            self._require_active("commit")
+            tokens = as_tokens(tokens)
+            self._require_committable(len(tokens))
+            position = self._committed + len(tokens)
+            ahead = position - self._length
+            if ahead <= 0 and snapshot and self._in_flight and position not in self._pending:
+                raise SequenceStateError(
+                    f"commit(snapshot=True) of older tokens, up to {position}: a step from {self._length} on is in "
+                    "flight, so the state at that position cannot be kept; ask for it in the advance that reaches it"
+                )
+            if ahead > 0:
+                self._move_to(position)
+                snapshot = position in self._points if snapshot is None else snapshot
+            if snapshot and not (end and self._can_hand_over(position)):
+                self._keep_state(position, True)
+            early = self._host.tree.min_snapshot and not self._pending
+            if len(tokens):
+                self._committed = position
+                if early:
+                    self._slide()  # what no endpoint to come needs is freed before the tree ever sees it
+                self._publish(tokens)
+            if self._pending:
+                self._publish_endpoints()
+            if self._marks:
+                self._end_marks(0, self._committed)
+            if end:
+                self._stop()
+            if end or not early:
+                self._slide()
 
     def _require_committable(self, n: int) -> None:
         """Raises unless `n` more tokens can be committed now."""
@@ -550,6 +561,7 @@ class Sequence(Suspension):
         if ahead > 0:
             self._require_prepared("commit", ahead)
 
+    @serialised
     def plan_snapshots(self, positions: Iterable[int]) -> np.ndarray:
         """Slots for the states that the next step leaves on its way, at no extra pass.
 
@@ -582,6 +594,7 @@ class Sequence(Suspension):
                 )
         return np.array([self._plan_snapshot(position) for position in wanted], np.int32)
 
+    @serialised
     def rewind(self, n: int) -> None:
         """Forgets the last `n` uncommitted tokens, in all groups.
 
@@ -607,6 +620,7 @@ class Sequence(Suspension):
 
     # --- drafts ------------------------------------------------------------------------------------------------------
 
+    @serialised
     def accept(self, j: int, *, snapshot: bool | None = None) -> None:
         """The oldest verify step in flight wrote j + 1 tokens that count: its input token and j accepted drafts.
 
@@ -634,6 +648,7 @@ class Sequence(Suspension):
         self._drop_pending(self._length)
         self._after_advance(snapshot)
 
+    @serialised
     def checkpoint(self) -> Mark | None:
         """A mark to roll back to: a private copy of the live state in the next plan, before the next step.
 
@@ -655,6 +670,7 @@ class Sequence(Suspension):
         self._marks.append(mark)
         return mark
 
+    @serialised
     def rollback(self, mark: Mark) -> None:
         """Goes back to where `mark` was made, length and live state, and uses it up. A step in flight is forgotten.
 
@@ -675,6 +691,7 @@ class Sequence(Suspension):
         self._land()
         self._go_back_to(mark.position)
 
+    @serialised
     def fork(self, n: int) -> tuple[Sequence, ...]:
         """`n` active copies, which go their own ways: samples of one prompt, beams, branches of a search.
 
@@ -811,6 +828,7 @@ class Sequence(Suspension):
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    @serialised
     def stop_committing(self) -> None:
         """No more tokens will be committed: the partial page and, if no step is in flight, the live state go to the
         tree without a copy. A later `reserve` plans private copies of them."""
@@ -819,6 +837,7 @@ class Sequence(Suspension):
             self._stop()
             self._slide()
 
+    @serialised
     def suspend(self) -> None:
         """Gives up the row; pages and the live state are kept. `resume` brings it back.
 
@@ -834,6 +853,7 @@ class Sequence(Suspension):
         self._fall_asleep()
         self.status = Status.SUSPENDED
 
+    @serialised
     def close(self) -> None:
         """Leaves what is committed to the tree and frees the rest. In flight, no state is left. Idempotent."""
         if self.status is Status.CLOSED:
