@@ -16,7 +16,7 @@ from jkv.layout import HOST, Layout
 from jkv.pages import PagePool
 from jkv.plan import PlanBuilder
 from jkv.radix import HELD, NO_SLOT, Endpoint, Node, path_to, spans
-from jkv.tiers.keys import page_name, parse_name, tail_digest, tail_name
+from jkv.tiers.keys import Contents, page_name, parse_name, plain_ids, tail_name
 
 RECURRENT = "recurrent"
 
@@ -34,9 +34,15 @@ class Announcing(Eviction):
     """
 
     def __init__(
-        self, layout: Layout, pools: Sequence[PagePool], builder: PlanBuilder, shelf: Shelf | None, journal: Journal
+        self,
+        layout: Layout,
+        pools: Sequence[PagePool],
+        builder: PlanBuilder,
+        shelf: Shelf | None,
+        contents: Contents,
+        journal: Journal,
     ):
-        super().__init__(layout, pools, builder, shelf)
+        super().__init__(layout, pools, builder, shelf, contents)
         self.journal = journal
         self._unseen = [] if shelf is None else shelf.watch()  # (group, name) of the store that may be new
         self._leaving: dict[tuple[str, str], bytes] = {}  # to the store, where they are not yet: digests
@@ -48,7 +54,7 @@ class Announcing(Eviction):
 
     def _announce(self, node: Node, at: Iterable[int]) -> None:
         """The pages at indices `at` of `node` are where they are now, as far as they are anywhere."""
-        if self._is_tail(node) or not self.groups:
+        if self._is_tail(node) or not self.groups or self.is_retired(node):
             return
         self.digests(node)
         size = self.page_size
@@ -57,20 +63,23 @@ class Announcing(Eviction):
             for group in self.groups:
                 place = int(node.pages[group.ordinal][i])
                 if place >= 0:
-                    scope, ids = self._scope_of(node), tuple(node.tokens[i * size : (i + 1) * size].tolist())
+                    scope, ids = self._scope_of(node), self._ids(node.tokens[i * size : (i + 1) * size])
                     position = node.start + (i + 1) * size
                     event = Event(
                         0, "stored", group.name, tier_name(place), scope, node.digests[i], parent, ids, position
                     )
                     self.journal.there(event)
 
+    def _ids(self, tokens: np.ndarray) -> tuple[int, ...]:
+        return tuple(plain_ids(tokens, self.contents).tolist())
+
     def _scope_of(self, node: Node) -> Scope:
         *_, root = path_to(node)
-        return root.key[1]
+        return root.key.scope
 
     def _there(self, node: Node, g: int, at: Iterable[int]) -> list[tuple[str, bytes]]:
         """(group, digest) of those pages at indices `at` of `node` that are anywhere, and announced."""
-        if self._is_tail(node):
+        if self._is_tail(node) or self.is_retired(node):
             return []
         self.digests(node)
         return [(self.groups[g].name, node.digests[i]) for i in at if node.pages[g][i] >= 0]
@@ -158,7 +167,7 @@ class Announcing(Eviction):
     # --- snapshots ---------------------------------------------------------------------------------------------
 
     def _announce_snapshot(self, endpoint: Endpoint) -> None:
-        if endpoint.slot != NO_SLOT:
+        if endpoint.slot != NO_SLOT and not self.is_retired(endpoint.node):
             parent, digest, _, ids = self._names(endpoint)
             tier = tier_name(endpoint.slot)
             scope = self._scope_of(endpoint.node)
@@ -172,10 +181,10 @@ class Announcing(Eviction):
         at = start // size - node.first_page
         parent = node.digests[at - 1] if at > 0 else self._digest_above(node)
         tokens = node.tokens[start - node.start : endpoint.position - node.start]
-        ids = tuple(tokens.tolist())
+        ids = self._ids(tokens)
         if len(tokens) == size:
             return parent, node.digests[at], page_name(node.digests[at]), ids
-        digest = tail_digest(parent, tokens)
+        digest = self.tail_digest(parent, tokens)
         return parent, digest, tail_name(parent, len(tokens), digest), ids
 
     def add_endpoint(self, node: Node, position: int, slot: int, priority: int) -> Endpoint:
@@ -184,7 +193,7 @@ class Announcing(Eviction):
         return endpoint
 
     def remove_endpoint(self, endpoint: Endpoint, keep_slot: bool = False, keep_pages: int | None = None) -> None:
-        if endpoint.slot != NO_SLOT:
+        if endpoint.slot != NO_SLOT and not self.is_retired(endpoint.node):
             _, digest, name, _ = self._names(endpoint)
             self._leaves(RECURRENT, digest, name)
         super().remove_endpoint(endpoint, keep_slot, keep_pages)
@@ -202,6 +211,14 @@ class Announcing(Eviction):
     def clear(self) -> None:
         super().clear()
         self.forget()
+
+    def retire(self) -> None:
+        super().retire()
+        for event in self.journal.in_memory():  # still held, but no longer to be found
+            name = page_name(event.digest)
+            if len(event.tokens) < self.page_size:
+                name = tail_name(event.parent, len(event.tokens), event.digest)
+            self._leaves(event.group, event.digest, name)
 
     def forget(self) -> None:
         """Nothing in memory is there any more; what the store has is announced again."""

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jkv.config import Scope
 from jkv.holdings import STATE, Holdings, Host
 from jkv.layout import HOST, Group
-from jkv.radix import KEPT, NO_SLOT, Hit, Match, Node, node_of, pages_on
-from jkv.tiers.keys import page_digests, page_name, tail_digest, tail_name
+from jkv.radix import KEPT, NO_SLOT, Hit, Match, Node, Root, node_of, pages_on
+from jkv.tiers.keys import page_name, tail_name
 
 
 class Wanted(NamedTuple):
@@ -65,7 +64,7 @@ class Search:
       digests: of the scope and of the prompt's first pages, as far as an earlier search needed them; extended.
     """
 
-    def __init__(self, host: Host, scope: tuple[str, Scope], tokens: np.ndarray, digests: list[bytes]):
+    def __init__(self, host: Host, scope: Root, tokens: np.ndarray, digests: list[bytes]):
         self.tree, self.shelf = host.tree, host.shelf
         self.tokens, self.page_size = tokens, host.layout.page_size
         self.scope = scope
@@ -91,7 +90,7 @@ class Search:
             del digests[1 + self.covered :]
         for page in range(len(self.tokens) // size):
             if page + 1 == len(digests):
-                digests += page_digests(digests[page], self.tokens[page * size : (page + 1) * size], size)
+                digests += tree.page_digests(digests[page], self.tokens[page * size : (page + 1) * size])
             if page >= self.covered and full is not None and not self.shelf.has(full, page_name(digests[page + 1])):
                 return digests[: page + 1]
         return digests[:]
@@ -129,7 +128,7 @@ class Search:
         found = []
         for count, digest in self.shelf.tails(self.tail_group, parent):
             tokens = self.tokens[at : at + count]
-            if len(tokens) == count and tail_digest(parent, tokens) == digest:
+            if len(tokens) == count and self.tree.tail_digest(parent, tokens) == digest:
                 found.append((at + count, tail_name(parent, count, digest)))
         return sorted(found, reverse=True)
 
@@ -195,7 +194,7 @@ class Arrival(Holdings):
 
     _hold = KEPT
 
-    def __init__(self, host: Host, user: Holdings, scope: tuple[str, Scope], priority: int, search: Search, find: Find):
+    def __init__(self, host: Host, user: Holdings, scope: Root, priority: int, search: Search, find: Find):
         super().__init__(host, scope, priority)
         tree, size = host.tree, host.layout.page_size
         self.find = find
@@ -203,7 +202,7 @@ class Arrival(Holdings):
         self.users = {user}  # who waits for it
         self.keys: list[tuple[str, str]] = []  # (group, name) of what is read
         self._places: list[int] = []  # where it will lie
-        self._all_tokens = search.tokens[: find.end].copy()
+        self.tokens = search.tokens[: find.end].copy()
         for group in tree.windows:
             self._live_from[group.ordinal] = group.live_from(find.tokens, size)
         # what the tree has of it stays where it is
@@ -260,7 +259,7 @@ class Arrival(Holdings):
         host, tree, size = self._host, self._host.tree, self._host.layout.page_size
         payloads = self._reading.results()
         good = [payload is not None for payload in payloads]
-        end = len(self._all_tokens)
+        end = len(self.tokens)
         for want, is_good in zip(self.find.wanted, good, strict=True):
             if want.group == tree.full and not is_good:
                 end = min(end, want.page * size)
@@ -271,8 +270,8 @@ class Arrival(Holdings):
         self._published = self._node.first_page + tree.num_pages(self._node)
         tree.keep(self._node)
         self._change_windows(self._node, 0, self._published, KEPT)
-        self._tables = [np.zeros(-(-len(self._all_tokens) // size), np.int32) for _ in tree.groups]
-        self._capacity = len(self._all_tokens)
+        self._tables = [np.zeros(-(-len(self.tokens) // size), np.int32) for _ in tree.groups]
+        self._capacity = len(self.tokens)
         slot = NO_SLOT
         for want, place, payload in zip(self.find.wanted, self._places, payloads, strict=True):
             pool = self._pool_of(want)
@@ -284,7 +283,7 @@ class Arrival(Holdings):
                 slot = place
             else:
                 self._tables[want.group][want.page] = place
-        self._publish(self._all_tokens[self._published * size : end])
+        self._publish(self.tokens[self._published * size : end])
         if complete and (tree.windows or tree.recurrent or len(self._partial)):
             self._leave(slot)
         else:

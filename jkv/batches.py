@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.config import as_counts, as_tokens
+from jkv.config import as_counts
 from jkv.errors import CacheError, ConfigError, SequenceStateError
 from jkv.holdings import Host
 from jkv.sequence import Sequence, Status
@@ -155,7 +155,7 @@ class Batches:
         """See `CacheManager.commit`."""
         batch = self.of("commit", sequences)
         counts = as_counts("commit", "lengths", lengths, len(batch.sequences))
-        tokens = as_tokens(tokens)
+        tokens = self._host.contents.tokens(tokens)
         if len(tokens) != counts.sum():
             raise ConfigError(f"commit: {len(tokens)} tokens for lengths that sum to {counts.sum()}")
         ledger, rows = self._host.ledger, self._entered(batch)

@@ -576,6 +576,53 @@ def as_tokens(tokens: Any, field: str = "tokens") -> np.ndarray:
     return array
 
 
+class Tokens:
+    """Token ids, with content that the ids do not show: images, audio. Accepted wherever tokens are.
+
+    A page is reused only where its ids and its contents are equal. `len` and slices work as of the ids.
+
+    Args:
+      ids: host ids, int[n].
+      content: {position: digest}: what lies at that position of `ids`; an int, str or bytes that is equal for equal
+        content, such as a hash of the pixels. 1, "1" and b"1" are three different ones. Content that spans several
+        tokens needs a digest at the first of them at least: what follows is reached through it.
+
+    Raises:
+      ConfigError: bad ids, a position that is not one of theirs, or a digest of another type.
+
+    >>> image = Tokens([5, 9, 9, 6], {1: "sha256:12ab", 2: "sha256:12ab"})
+    >>> len(image), image[2:].content
+    (4, {0: 'sha256:12ab'})
+    """
+
+    __slots__ = ("content", "ids")
+
+    def __init__(self, ids: Any, content: Mapping[int, int | str | bytes] = MappingProxyType({})):
+        self.ids = as_tokens(ids, "Tokens.ids").copy()
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"Tokens.content must be a mapping of position to digest, got {content!r}")
+        self.content: dict[int, int | str | bytes] = {}
+        for position, digest in content.items():
+            if require_int("Tokens.content: position", position, 0) >= len(self.ids):
+                raise ConfigError(f"Tokens.content: position {position} of {len(self.ids)} ids")
+            if isinstance(digest, bool) or not isinstance(digest, int | str | bytes):
+                raise ConfigError(f"Tokens.content[{position}] must be an int, a str or bytes, got {digest!r}")
+            self.content[int(position)] = digest
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        if not isinstance(part, slice):
+            raise ConfigError(f"Tokens are cut by slices, got {part!r}")
+        places = range(len(self.ids))[part]
+        content = {at: self.content[place] for at, place in enumerate(places) if place in self.content}
+        return Tokens(self.ids[part], content)
+
+    def __repr__(self) -> str:
+        return f"Tokens({self.ids.tolist()}, {self.content})"
+
+
 def as_counts(operation: str, name: str, counts: Any, n: int, least: int = 0) -> np.ndarray:
     """Host integers as int64[n], each in [least, 2**31); one int counts for all.
 

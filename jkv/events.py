@@ -86,6 +86,10 @@ class Journal:
         event = self._present.get((group, digest))
         return None if event is None else event.tier
 
+    def in_memory(self) -> list[Event]:
+        """What is on the device or in host memory, children first."""
+        return [event for event in reversed(self._present.values()) if event.tier != "store"]
+
     def there(self, event: Event) -> None:
         """It is in `event.tier` now, wherever it was before."""
         key = event.group, event.digest

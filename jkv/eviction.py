@@ -9,20 +9,19 @@ digest. What suspended sequences keep only ever moves to host memory.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
-from jkv.config import Scope
 from jkv.errors import IntegrityError
 from jkv.layout import HOST, Layout
 from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import PlanBuilder
-from jkv.radix import HOLDS, NO_SLOT, STAYS, Endpoint, Hit, Node, path_to, spans
+from jkv.radix import HOLDS, NO_SLOT, STAYS, Endpoint, Hit, Node, Root, path_to, spans
 from jkv.retention import Retention
-from jkv.tiers.keys import page_digests, page_name, root_digest, tail_digest, tail_name
+from jkv.tiers.keys import Contents, page_digests, page_name, root_digest, tail_digest, tail_name
 
 
 class Shelf(Protocol):
@@ -42,12 +41,23 @@ class Eviction(Retention):
       layout, pools: as for Retention.
       builder: is told what moves.
       shelf: the store, if there is one.
+      contents: of the tokens that are none, for digests.
+
+    Attributes:
+      epoch: roots of others are retired: nothing new finds them, and nothing of them goes to the store.
     """
 
     def __init__(
-        self, layout: Layout, pools: Sequence[PagePool], builder: PlanBuilder | None = None, shelf: Shelf | None = None
+        self,
+        layout: Layout,
+        pools: Sequence[PagePool],
+        builder: PlanBuilder | None = None,
+        shelf: Shelf | None = None,
+        contents: Contents = MappingProxyType({}),
     ):
         super().__init__(layout, pools)
+        self.contents = contents
+        self.epoch = 0
         self.builder = builder
         self.shelf = shelf
         self._moving: Endpoint | None = None  # not to be evicted from host memory, nor its node, while pages move there
@@ -117,6 +127,40 @@ class Eviction(Retention):
         places[at] = -1
         node.resident -= len(at)
         self.review_head(node)
+
+    def retire(self) -> None:
+        """The weights are others from now on: nothing that is there now is found any more, and what nobody holds goes.
+
+        The store gets a copy of what it takes.
+        """
+        for root in list(self.roots.values()):
+            self.drop_unheld(root)
+        self.epoch += 1
+
+    def is_retired(self, node: Node) -> bool:
+        """Whether `node` is of an earlier epoch."""
+        *_, root = path_to(node)
+        return root.key.epoch != self.epoch
+
+    def drop_unheld(self, root: Node) -> None:
+        """Frees what no sequence holds or keeps below `root`."""
+        for node in reversed(list(self.nodes(root))):  # what hangs on a node goes before it
+            if node.parent is None or node.parent.children.get(node.key) is not node:
+                continue
+            if not (node.holders or node.keepers):
+                self._cut(node, 0)
+                continue
+            if self.shelf is not None:
+                self.persist_run(node, 0)
+            for endpoint in [endpoint for endpoint in node.endpoints if not endpoint.pinned]:
+                if self.shelf is not None:
+                    self.persist(endpoint)
+                self.remove_endpoint(endpoint)
+            for group in self.windows:
+                g, size = group.ordinal, self.num_pages(node)
+                idle = ((node.uses[g][:size] == 0) & (node.pages[g][:size] >= 0)).nonzero()[0]
+                if len(idle):
+                    self._drop_window(node, g, idle)
 
     def relies_on(self, hit: Hit, pages: Collection[tuple[int, int]]) -> bool:
         """Whether anything on the path of `hit` lies in these host pages: (pool ordinal, id)."""
@@ -471,7 +515,7 @@ class Eviction(Retention):
             if known < whole:
                 last = current.digests[-1] if known else self._digest_above(current)
                 tokens = current.tokens[known * self.page_size : whole * self.page_size]
-                current.digests += page_digests(last, tokens, self.page_size)
+                current.digests += self.page_digests(last, tokens)
         return node.digests[-1] if node.digests else self._digest_above(node)
 
     def _digest_above(self, node: Node) -> bytes:
@@ -484,15 +528,24 @@ class Eviction(Retention):
         return self.scope_digest(current.key)
 
     @staticmethod
-    def scope_digest(key: tuple[str, Scope]) -> bytes:
-        """The digest above the first page of a scope, which the tree knows as (model, scope)."""
-        model, scope = key
-        return root_digest(model, *dataclasses.astuple(scope))
+    def scope_digest(root: Root) -> bytes:
+        """The digest above the first page of a root."""
+        return root_digest(root.model, root.scope.adapter, root.scope.version, root.scope.salt)
+
+    def page_digests(self, parent: bytes, tokens: np.ndarray) -> list[bytes]:
+        """The digests of whole pages that follow `parent`."""
+        return page_digests(parent, tokens, self.page_size, self.contents)
+
+    def tail_digest(self, parent: bytes, tokens: np.ndarray) -> bytes:
+        """The digest of a partial page that follows `parent`."""
+        return tail_digest(parent, tokens, self.contents)
 
     def persist(self, endpoint: Endpoint) -> None:
         """Copies to the store what resuming at `endpoint` reads and what nothing else keeps: its snapshot, its windows,
         its partial page. The whole full-attention pages follow when they leave memory."""
         node, size = endpoint.node, self.page_size
+        if self.is_retired(node):
+            return
         self.digests(node)
         whole, count = divmod(endpoint.position, size)
         at = whole - node.first_page  # where in the node the whole pages end
@@ -500,7 +553,7 @@ class Eviction(Retention):
         name = page_name(parent)
         if count:
             tokens = node.tokens[at * size : at * size + count]
-            name = tail_name(parent, count, tail_digest(parent, tokens))
+            name = tail_name(parent, count, self.tail_digest(parent, tokens))
         if endpoint.slot != NO_SLOT:
             self._persist_place(self._state_ordinal, endpoint.slot, "recurrent", name)
         for group in self.groups:
@@ -518,7 +571,7 @@ class Eviction(Retention):
 
         With recurrent layers those alone that a snapshot in the store goes with.
         """
-        if self.full is not None:
+        if self.full is not None and not self.is_retired(node):
             self.digests(node)
             end = node.end if self.state_pool is None else node.stored
             self._persist_pages(node, self.full, node.first_page + keep, -(-end // self.page_size))

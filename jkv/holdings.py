@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from jkv.config import Scope, WindowScratch
+from jkv.contents import Contents
 from jkv.eviction import Eviction
 from jkv.layout import HOST, Group, Layout
 from jkv.ledger import Ledger
 from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import ZERO, PlanBuilder
-from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, node_of, pages_on, shared_tokens
+from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, Root, node_of, pages_on, shared_tokens
 from jkv.stats import ALLOCATED, COPIED, PER_GROUP, SKIPPED, TAKEN, Work
 
 NO_PAGE = 0  # a null page-table entry
@@ -60,6 +61,8 @@ class Host:
     layout: Layout
     pools: list[PagePool]
     tree: Eviction
+    model: str  # part of every key
+    contents: Contents
     work: Work  # of closed sequences, those opened with retry=True apart
     retried: Work
     builder: PlanBuilder
@@ -89,9 +92,9 @@ class Host:
             return set()
         return set(self.memory.lost) - set(self.builder.host_destinations())
 
-    def key(self, scope: Scope) -> tuple[str, Scope]:
-        """The tree's name for `scope`."""
-        return self.layout.config.model, scope
+    def root(self, scope: Scope) -> Root:
+        """What the tree knows `scope` by."""
+        return Root(self.model, scope, self.tree.epoch)
 
 
 class Holdings:
@@ -99,7 +102,7 @@ class Holdings:
 
     _hold = HELD  # how it holds its path
 
-    def __init__(self, host: Host, scope: tuple[str, Scope], priority: int):
+    def __init__(self, host: Host, scope: Root, priority: int):
         self._host = host
         self._scope = scope
         self._priority = priority

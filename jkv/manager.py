@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,9 +21,9 @@ from jkv.config import (
     Scope,
     StoreTier,
     as_counts,
-    as_tokens,
     require_int,
 )
+from jkv.contents import Contents
 from jkv.errors import CacheError, ConfigError, SequenceStateError
 from jkv.events import Event, Journal
 from jkv.eviction import Eviction
@@ -33,14 +33,16 @@ from jkv.layout import Layout, Pool, host_pages, make_layout
 from jkv.ledger import Ledger
 from jkv.pages import PagePool
 from jkv.plan import NO_CANDIDATES, PlanBuilder
-from jkv.radix import Match
+from jkv.radix import Match, Root
 from jkv.ragged import Ragged, make_ragged
 from jkv.resizing import graft, move_together, shrink
-from jkv.sequence import WAITING, Sequence, find_everywhere
+from jkv.routing import Routes
+from jkv.sequence import WAITING, Sequence, find_everywhere, with_digest
 from jkv.serial import serialised
 from jkv.state import CacheState, init_state, resized_state
 from jkv.stats import CacheStats, Moves, PoolStats, TierStats, Work, WorkStats, since
 from jkv.tiers.host import HostMemory
+from jkv.tiers.keys import DIGEST_BYTES
 from jkv.tiers.store import Store
 
 NO_ENTRIES = np.zeros(0, np.int32)
@@ -86,6 +88,7 @@ class CacheManager:
         self._moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
         self._released = False
         self._lock = threading.RLock()
+        self._contents = Contents(self._tokens_in_use)
         self._journal = Journal(config.events) if config.events else None
         self._taken: CacheStats | None = None
         self._start_over()
@@ -100,6 +103,8 @@ class CacheManager:
             layout=layout,
             pools=pools,
             tree=self._make_tree(layout, pools, builder),
+            model=self.config.model,
+            contents=self._contents,
             work=self._work,
             retried=self._retried,
             builder=builder,
@@ -116,11 +121,20 @@ class CacheManager:
             lock=self._lock,
         )
         self._batches = Batches(self._host)
+        self._routes = Routes(self._host.tree)
+
+    def _tokens_in_use(self) -> Iterator[np.ndarray]:
+        """Everything that the symbols of contents may stand in."""
+        for node in self._host.tree.nodes():
+            yield node.tokens[: node.size]
+        for seq in self._host.sequences:
+            yield from seq._tokens_in_use()
+        yield self._host.ledger.partial.reshape(-1)
 
     def _make_tree(self, layout: Layout, pools: list[PagePool], builder: PlanBuilder) -> Eviction:
         if self._journal is None:
-            return Eviction(layout, pools, builder, self._store)
-        return Announcing(layout, pools, builder, self._store, self._journal)
+            return Eviction(layout, pools, builder, self._store, self._contents.pairs)
+        return Announcing(layout, pools, builder, self._store, self._contents.pairs, self._journal)
 
     def _make_builder(self, layout: Layout, slots: np.ndarray, candidates: Candidates | None) -> PlanBuilder:
         shown = candidates.shown if candidates else NO_CANDIDATES
@@ -155,6 +169,7 @@ class CacheManager:
             seq._abandon()
         self._keep_totals()
         self._start_over()
+        self._host.tree.epoch = host.tree.epoch
         if isinstance(self._host.tree, Announcing):
             self._host.tree.forget()
         if self._memory is not None:
@@ -315,7 +330,7 @@ class CacheManager:
         """A new, suspended sequence that holds nothing until its first `resume`.
 
         Args:
-          tokens: the prompt's host ids, int[n].
+          tokens: the prompt's host ids, int[n], or Tokens.
           scope: namespace of reuse.
           priority: what it commits is evicted after everything of lower priority.
           max_reuse: most tokens to reuse; None: n - 1, since a model needs one token to produce logits.
@@ -343,10 +358,107 @@ class CacheManager:
         ids = self._prompt(tokens)
         self._check_scope(scope)
         limit = max(0, len(ids) - 1) if max_reuse is None else min(require_int("max_reuse", max_reuse, 0), len(ids))
-        return find_everywhere(self._host, self._host.key(scope), ids, limit)
+        root = self._host.root(scope)
+        return with_digest(self._host, root, ids, find_everywhere(self._host, root, ids, limit))
+
+    @serialised
+    def block_digests(self, tokens: Any, scope: Scope = NO_SCOPE) -> tuple[bytes, ...]:
+        """The keys of a prompt's whole pages: what the store, the events and `Match.first_new_digest` call them.
+
+        SHA-256, chained: a digest stands for all tokens up to its page's end, their contents, the model and the scope.
+        Processes with the same `model` and `page_size` come to the same ones; groups and layers are no part of them.
+
+        Args:
+          tokens: host ids, int[n], or Tokens.
+          scope: namespace of reuse.
+
+        Returns:
+          n // page_size digests of 32 bytes.
+
+        >>> import jkv, jax.numpy as jnp
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+        >>> one, two = manager.block_digests(range(8)), manager.block_digests(range(10))
+        >>> len(two), one == two, one == manager.block_digests(range(8), jkv.Scope(salt=1))
+        (2, True, False)
+        """
+        ids = self._contents.tokens(tokens)
+        self._check_scope(scope)
+        tree, size = self._host.tree, self.layout.page_size
+        root = tree.scope_digest(self._host.root(scope))
+        return tuple(tree.page_digests(root, ids[: len(ids) // size * size]))
+
+    @serialised
+    def probe_digests(self, digests: Iterable[bytes], scope: Scope = NO_SCOPE) -> Match:
+        """`probe` for those who know a prompt by its `block_digests` alone, as routers do. Reads only.
+
+        Args:
+          digests: of the prompt's first whole pages, in order.
+          scope: namespace of reuse.
+
+        Returns:
+          What a request with these pages would reuse; all of them, if they are there.
+
+        Raises:
+          ConfigError: something else than digests, or more of them than a prompt of max_length has.
+
+        >>> import jkv, jax.numpy as jnp
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+        >>> manager.probe_digests(manager.block_digests(range(8))).tokens
+        0
+        """
+        digests = [digests] if isinstance(digests, bytes) else list(digests)
+        if not all(isinstance(digest, bytes) and len(digest) == DIGEST_BYTES for digest in digests):
+            raise ConfigError(f"probe_digests: digests of {DIGEST_BYTES} bytes, as block_digests gives them")
+        self._check_scope(scope)
+        length = len(digests) * self.layout.page_size
+        if length > self.layout.max_length:
+            raise ConfigError(f"probe_digests: {length} tokens, max_length is {self.layout.max_length}")
+        root = self._host.root(scope)
+        match = find_everywhere(self._host, root, self._routes.tokens(root, digests), length, digests)
+        page = match.tokens // self.layout.page_size
+        first_new = digests[page] if page < len(digests) else None
+        return dataclasses.replace(match, new_digest=lambda: first_new)
+
+    @serialised
+    def new_epoch(self, model: str) -> None:
+        """The weights are others from now on. `model` takes the place of the config's in every key.
+
+        Nothing older is matched any more, in any tier. What no open sequence holds is freed at once; the store keeps
+        its entries, which an epoch of their model finds again. Sequences that have been resumed go on, on what they
+        have, and leave nothing behind; the others will match in the new epoch.
+
+        Args:
+          model: identity of the new weights. Without a store the name may be the old one.
+
+        Raises:
+          ConfigError: not a str; with a store an empty one, or that of now.
+          SequenceStateError: the device's memory was released, and not reset.
+
+        >>> import jkv, jax.numpy as jnp
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+        >>> manager.new_epoch("step 2000")
+        >>> manager.config.model
+        'step 2000'
+        """
+        host = self._host
+        if self._released:
+            raise SequenceStateError("new_epoch: the device's memory was released; call reset first")
+        if not isinstance(model, str):
+            raise ConfigError(f"new_epoch: model must be a str, got {model!r}")
+        if self._store is not None and model in ("", host.model):
+            raise ConfigError(f"new_epoch({model!r}): the store would take the old weights' entries for the new ones'")
+        for seq in host.sequences:
+            if seq._match is None:
+                seq._move_to_root(Root(model, seq._scope.scope, host.tree.epoch + 1))
+        host.tree.retire()
+        host.model = model
+        self.config = dataclasses.replace(self.config, model=model)
 
     def _prompt(self, tokens: Any) -> np.ndarray:
-        ids = as_tokens(tokens)
+        ids = self._contents.tokens(tokens)
         if len(ids) > self.layout.max_length:
             raise ConfigError(f"a prompt of {len(ids)} tokens, max_length is {self.layout.max_length}")
         return ids.copy() if ids is tokens else ids
@@ -488,7 +600,7 @@ class CacheManager:
 
         Args:
           sequences: active sequences of this manager, each once.
-          tokens: host ids, int[sum of lengths], the sequences' tokens back to back.
+          tokens: host ids, int[sum of lengths], or Tokens: the sequences' tokens back to back.
           lengths: int[n]: tokens of each; an int: as many of each.
 
         Raises:

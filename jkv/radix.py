@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from sortedcontainers import SortedList
 
+from jkv.config import Scope
 from jkv.layout import HOST, Group, Layout
 
 _position = attrgetter("position")
@@ -41,6 +42,20 @@ KEPT = 1 << 20
 NEEDED = 1 << 40
 HOLDS = KEPT - 1  # mask of the active sequences' holds in `uses`
 STAYS = NEEDED - 1  # mask of all sequences' holds
+
+
+class Root(NamedTuple):
+    """What the tree knows a namespace of reuse by: prompts of different roots share nothing.
+
+    Attributes:
+      model: identity of the weights.
+      scope: the caller's.
+      epoch: which weights of this manager: those of one model that came back are not the ones it had.
+    """
+
+    model: str
+    scope: Scope
+    epoch: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +70,7 @@ class Match:
       tier_tokens: the hit's tokens by the tier they lie in.
       in_flight: tokens behind `raw_tokens` that another active sequence has in its prompt and is computing right now:
         to wait for it is to find them. Recurrent models find a state only where it ends a chunk.
+      new_digest: gives `first_new_digest`.
 
     >>> Match(tokens=32, attention_tokens=48, raw_tokens=50, limited_by="recurrent").limited_by
     'recurrent'
@@ -66,6 +82,15 @@ class Match:
     limited_by: str | None = None
     tier_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     in_flight: int = 0
+    new_digest: Callable[[], bytes | None] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def first_new_digest(self) -> bytes | None:
+        """The key (see `CacheManager.block_digests`) of the first whole page that this request would commit.
+
+        None: the prompt ends before that page does. Hashed when asked for.
+        """
+        return None if self.new_digest is None else self.new_digest()
 
 
 class Endpoint:
@@ -243,9 +268,9 @@ class RadixTree:
             node = self.roots[scope] = self._make(None, scope, 0, 0, NO_TOKENS)
         return node
 
-    def nodes(self) -> Iterator[Node]:
-        """All nodes, parents first."""
-        stack = list(self.roots.values())
+    def nodes(self, root: Node | None = None) -> Iterator[Node]:
+        """All nodes, or those of one root, parents first."""
+        stack = list(self.roots.values()) if root is None else [root]
         while stack:
             node = stack.pop()
             yield node

@@ -21,17 +21,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jkv.arrivals import Arrival, Find, Search, begin, end, leave, look_up
-from jkv.config import Scope, as_tokens, require_int
+from jkv.config import Scope, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.holdings import Host
 from jkv.ledger import NEVER
-from jkv.radix import HELD, NO_SLOT, Hit, Match, Node, node_of, path_to
+from jkv.radix import HELD, NO_SLOT, Hit, Match, Node, Root, node_of, path_to
+from jkv.routing import new_digest
 from jkv.serial import serialised
 from jkv.speculation import Mark
 from jkv.stats import COPIED, LIMITED, LOST, MISSED, PARTIAL, PER_GROUP, SKIPPED, TIERS, WHOLE, WorkStats
@@ -78,13 +79,16 @@ class Sequence(Suspension):
     _landed: Find | None = None  # what was read
     _promise: Match | None = None  # the match that this was for
     _digests: list[bytes] | None = None  # of the prompt's first pages, until it is matched; with a store
+    _ids: np.ndarray | None = None  # the prompt's, where it has content
 
     def __init__(self, host: Host, tokens: np.ndarray, scope: Scope, priority: int, max_reuse: int | None, retry: bool):
-        super().__init__(host, host.key(scope), priority)
+        super().__init__(host, host.root(scope), priority)
         self._prompt = tokens
         self._max_reuse = max(0, len(tokens) - 1) if max_reuse is None else min(max_reuse, len(tokens))
         self._work.retry = retry
         self.status = Status.SUSPENDED
+        if len(tokens) and host.contents.pairs and tokens.min() < 0:
+            self._ids = host.contents.ids(tokens)
         # from the first resume on:
         self._match: Match | None = None
         self._points: tuple[int, ...] = ()
@@ -120,10 +124,20 @@ class Sequence(Suspension):
     @serialised
     def match(self) -> Match:
         """What was reused; before the first successful resume, what would be reused now."""
-        if self._match is not None:
-            return self._match
-        host, search, limit = self._host, self._search(), self._max_reuse
-        return look_up(host, search, limit, find(host, self._scope, self._prompt, limit, search))
+        match = self._match
+        if match is None:
+            host, search, limit = self._host, self._search(), self._max_reuse
+            match = look_up(host, search, limit, find(host, self._scope, self._prompt, limit, search))
+        if match.new_digest is None:
+            match = with_digest(self._host, self._scope, self._prompt, match)
+            self._match = None if self._match is None else match
+        return match
+
+    def _tokens_in_use(self) -> Iterator[np.ndarray]:
+        yield self._prompt
+        yield self._partial
+        if self._arrival is not None:
+            yield self._arrival.tokens
 
     @property
     def snapshot_points(self) -> tuple[int, ...]:
@@ -389,7 +403,7 @@ class Sequence(Suspension):
         """Whether there is more of the prompt to commit."""
         return self.status is Status.ACTIVE and not self._stopped and self.committed < len(self._prompt)
 
-    def _ahead_with(self, scope: tuple[str, Scope], tokens: np.ndarray, least: int) -> int:
+    def _ahead_with(self, scope: Root, tokens: np.ndarray, least: int) -> int:
         """Up to where the prompt that this sequence is computing agrees with `tokens`; 0: not beyond `least`."""
         prompt, shared = self._prompt, min(len(self._prompt), len(tokens))
         if shared <= least or prompt[least] != tokens[least] or prompt[0] != tokens[0] or self._scope != scope:
@@ -512,7 +526,7 @@ class Sequence(Suspension):
         """Publishes the ids of the tokens at `committed`..; advances first if they go past `length`.
 
         Args:
-          tokens: host ids, int[n].
+          tokens: host ids, int[n], or Tokens. Where the prompt has content, its plain id stands for it.
           snapshot: True: leave the new length resumable (recurrent: keep its state); False: do not; None: if it is a
             snapshot point that this call reaches.
           end: also `stop_committing`.
@@ -524,7 +538,9 @@ class Sequence(Suspension):
         """
         with self._host.lock:
             self._require_active("commit")
-            tokens = as_tokens(tokens)
+            tokens = self._host.contents.tokens(tokens)
+            if self._ids is not None:
+                tokens = self._with_content(tokens)
             self._require_committable(len(tokens))
             position = self._committed + len(tokens)
             ahead = position - self._length
@@ -552,6 +568,14 @@ class Sequence(Suspension):
                 self._stop()
             if end or not early:
                 self._slide()
+
+    def _with_content(self, tokens: np.ndarray) -> np.ndarray:
+        """`tokens`, committed next, with the prompt's content where they repeat its ids."""
+        prompt = self._prompt[self._committed :][: len(tokens)]
+        if not len(prompt) or prompt.min() >= 0:
+            return tokens
+        same = (prompt < 0) & (tokens[: len(prompt)] == self._ids[self._committed :][: len(prompt)])
+        return np.concatenate((np.where(same, prompt, tokens[: len(prompt)]), tokens[len(prompt) :]))
 
     def _require_committable(self, n: int) -> None:
         """Raises unless `n` more tokens can be committed now."""
@@ -799,7 +823,8 @@ class Sequence(Suspension):
         ledger.partial[row, : len(self._partial)] = self._partial
         commit_mark = length_mark = num_pages = -1  # every call is more than arithmetic
         planned = any(position > self._length for position in self._pending)  # which a shorter step frees
-        if not (self._stopped or planned or host.candidates or (host.scratch and self._holds_back())):
+        content = self._ids is not None and self._committed < len(self._prompt)
+        if not (self._stopped or planned or content or host.candidates or (host.scratch and self._holds_back())):
             num_pages = self._num_pages(self._capacity)
             length_mark = min(self.snapshot_points, default=NEVER)
             commit_mark = (self._published + 1) * page_size
@@ -870,9 +895,19 @@ class Sequence(Suspension):
             if self._marks:
                 self._end_marks(0)
             self._let_go()
+            if self._scope.epoch != self._host.tree.epoch and self._scope in self._host.tree.roots:
+                self._host.tree.drop_unheld(self._host.tree.roots[self._scope])
         if self.row is not None:
             self._leave_row()
         self._abandon()
+
+    def _move_to_root(self, root: Root) -> None:
+        """Before the first resume: the weights are others now, and so is what can be reused."""
+        if self._arrival is not None:
+            leave(self._host, self._arrival, self)
+        self._arrival = self._landed = self._promise = self._digests = None
+        self.status = Status.SUSPENDED
+        self._scope = root
 
     def _abandon(self) -> None:
         """Closed, without a word to the tree: after `close`, or when the device's contents are lost."""
@@ -899,13 +934,26 @@ class Sequence(Suspension):
         self.row = None
 
 
-def find_everywhere(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int) -> Match:
-    """The match of `tokens` in all tiers."""
-    search = None if host.shelf is None else Search(host, scope, tokens, [])
+def find_everywhere(
+    host: Host, scope: Root, tokens: np.ndarray, limit: int, digests: Iterable[bytes] | None = None
+) -> Match:
+    """The match of `tokens` in all tiers; `digests`: of their pages, where they are known."""
+    known = [] if digests is None else [host.tree.scope_digest(scope), *digests]
+    search = None if host.shelf is None else Search(host, scope, tokens, known)
     return look_up(host, search, limit, find(host, scope, tokens, limit, search))
 
 
-def find(host: Host, scope: tuple[str, Scope], tokens: np.ndarray, limit: int, search: Search | None) -> Hit:
+def with_digest(host: Host, scope: Root, tokens: np.ndarray, match: Match) -> Match:
+    """`match`, which knows how to get `first_new_digest`."""
+
+    def digest() -> bytes | None:
+        return new_digest(host.tree, scope, tokens, match.tokens)
+
+    found = digest() if len(tokens) and tokens.min() < 0 else None  # later its contents may be forgotten
+    return dataclasses.replace(match, new_digest=digest if found is None else lambda: found)
+
+
+def find(host: Host, scope: Root, tokens: np.ndarray, limit: int, search: Search | None) -> Hit:
     """The match of `tokens` in the tree, with what active sequences are computing of them."""
     hit = host.tree.match(scope, tokens, limit, 0 if search is None else search.known())
     if host.prompting:

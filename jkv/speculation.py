@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from jkv.errors import SequenceStateError
 from jkv.holdings import Host
-from jkv.radix import NO_SLOT
+from jkv.radix import NO_SLOT, Root
 from jkv.room import Room
 
 STEPS_IN_FLIGHT = 2  # one for each set of candidates
@@ -52,7 +52,7 @@ class Speculation(Room):
     _steps_in_flight = 0  # counted with candidates only: without, a step is reported before the next one
     _current = 0  # the set of candidates that the last prepared step writes
 
-    def __init__(self, host: Host, scope: tuple, priority: int):
+    def __init__(self, host: Host, scope: Root, priority: int):
         super().__init__(host, scope, priority)
         self._marks: list[Mark] = []
 

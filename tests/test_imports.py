@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 # DESIGN section 3: the names that carry no number, or that of work that is done.
 PUBLIC = """
     Buffer kv_buffers latent_buffers AttentionLayer RecurrentLayer DeviceTier HostTier StoreTier
-    CacheConfig WindowScratch
+    CacheConfig WindowScratch Tokens
     CacheState append attend append_attend gather read_state write_state pool with_pool table_for slots_for
     candidate_slots Ragged
     CacheManager CacheStats Event Sequence Status Match Scope
@@ -35,13 +35,15 @@ BELOW = {
     "events": "config",
     "announcing": "events eviction radix pages plan layout config tiers.keys",
     "serial": "",
+    "contents": "config tiers.keys",
+    "routing": "contents eviction radix",
     "ledger": "layout",
-    "holdings": "eviction radix pages plan ledger layout config stats errors",
+    "holdings": "eviction radix pages plan ledger layout config stats errors contents",
     "room": "holdings radix layout stats errors",
     "speculation": "room holdings radix errors",
     "suspension": "speculation radix pages layout errors",
     "arrivals": "holdings radix layout config tiers.keys",
-    "sequence": "suspension speculation arrivals holdings ledger radix config errors stats serial",
+    "sequence": "suspension speculation arrivals holdings ledger radix config errors stats serial routing",
     "batches": "sequence holdings config errors",
     "resizing": "sequence holdings eviction radix pages layout errors",
     "integrity": "sequence arrivals holdings eviction radix pages layout errors",
@@ -86,6 +88,8 @@ def test_a_star_import_gives_them():
     "module",
     [
         "radix",
+        "routing",
+        "contents",
         "pages",
         "plan",
         "eviction",

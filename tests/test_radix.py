@@ -75,7 +75,7 @@ def grow(manager, rng, requests, check=True):
 
 
 def root_of(manager):
-    return manager._host.tree.roots.get(manager._host.key(jkv.Scope()))
+    return manager._host.tree.roots.get(manager._host.root(jkv.Scope()))
 
 
 # ------------------------------------------------------------------------------------------------ the brute force
@@ -251,7 +251,7 @@ def test_ties_go_to_the_oldest_of_the_siblings():
     manager = make_manager()
     for ending in (9, 1, 5, 3, 7):
         publish(manager, [0, 0, 0, 4, 4, ending])
-    hit = manager._host.tree.match(manager._host.key(jkv.Scope()), np.array([0, 0, 0, 4, 4, 4], np.int32), 6)
+    hit = manager._host.tree.match(manager._host.root(jkv.Scope()), np.array([0, 0, 0, 4, 4, 4], np.int32), 6)
     assert hit.match.tokens == 5
     assert hit.path[-1].tokens.tolist() == [4, 4, 9]
 

@@ -188,7 +188,7 @@ def test_f23_a_damaged_entry_shortens_the_hit(damage, tmp_path):
     names = [path for path in tmp_path.rglob("*") if path.is_file() and "order" not in path.parts]
     again = World("full", **options)
     again.faulty = ("store",)
-    search = Search(again.manager._host, again.manager._host.key(jkv.Scope()), tokens(12), [])
+    search = Search(again.manager._host, again.manager._host.root(jkv.Scope()), tokens(12), [])
     (path,) = [path for path in names if path.name == search.digests[2].hex()]
     data = bytearray(path.read_bytes())
     if damage == "remove":
@@ -222,11 +222,11 @@ def test_a_prompt_is_hashed_once(tmp_path, monkeypatch):
     world.manager.release(world.state)
     again, hashed = World("full", **options), []
 
-    def counted(parent, ids, page_size, page_digests=jkv.arrivals.page_digests):
+    def counted(parent, ids, *args, page_digests=jkv.eviction.page_digests):
         hashed.append(len(ids))
-        return page_digests(parent, ids, page_size)
+        return page_digests(parent, ids, *args)
 
-    monkeypatch.setattr(jkv.arrivals, "page_digests", counted)
+    monkeypatch.setattr(jkv.eviction, "page_digests", counted)
     run = again.open(tokens(40))
     assert run.seq.match.tokens == 16
     resume(run)
