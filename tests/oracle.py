@@ -43,6 +43,7 @@ from jkv.stats import since
 _HASH = np.uint64(0x9E3779B97F4A7C15)  # odd, so invertible modulo 2**64
 _HASH_INVERSE = np.uint64(pow(int(_HASH), -1, 2**64))
 _LANES = (0x2C1B3C6D, 0x297A2D39, 0x5851F42D, 0x4C957F2D, 0x14057B7F)  # odd multipliers of the recurrence
+IMAGES = range(2**30, 2**30 + 4096)  # tokens that are images
 _MAX_TOKENS = 4096  # the tables of powers are this long
 
 
@@ -160,6 +161,22 @@ def join(*parts: Iterable[int] | np.ndarray) -> np.ndarray:
 
 KEPT = 8  # states that a step may leave inside its chunk
 _SHAPES = ({"k": (2,), "v": (1,)}, {"kv": (3,)}, {"kv": (2, 2)}, {"kv": (5,)}, {"kv": (6,)}, {"kv": (7,)})
+
+
+def image(token: int, digest: int) -> int:
+    """What the oracle takes for content behind the placeholder id `token`, 0 to 3: a token like any other."""
+    return IMAGES[4 * digest + token]
+
+
+def said(tokens: np.ndarray) -> Any:
+    """`tokens` as a caller says them: where there are images, Tokens."""
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1:
+        return tokens
+    shown = (tokens >= IMAGES.start) & (tokens < IMAGES.stop)
+    if not shown.any():
+        return tokens
+    content = {at: int(tokens[at] - IMAGES.start) // 4 for at in shown.nonzero()[0].tolist()}
+    return jkv.Tokens(np.where(shown, tokens % 4, tokens), content)
 
 
 def _parse_group(text: str) -> tuple[int | None, int]:
@@ -317,7 +334,7 @@ class Run:
         self.kept: dict[int, int] = {}
         self.least = self.next_least = 0
         self.started = self.synced = self.ended = False
-        self.seq = world.manager.open(prompt, **options)
+        self.seq = world.manager.open(said(prompt), **options)
         self.scope = options.get("scope", jkv.Scope())
         world.runs.append(self)
         world.check()
@@ -391,7 +408,7 @@ class Run:
         """Commits the next n tokens (default: all) of what was written."""
         committed, length = self.seq.committed, self.seq.length
         n = len(self.written) - committed if n is None else n
-        self.seq.commit(self.written[committed : committed + n], **options)
+        self.seq.commit(said(self.written[committed : committed + n]), **options)
         assert self.seq.committed == committed + n and self.seq.length == max(length, committed + n)
         self.ended |= options.get("end", False)
         if self.seq.length > length:
@@ -723,7 +740,7 @@ class World:
         stack = [(root, np.zeros(0, np.int32)) for root in host.tree.roots.values()]
         while stack:
             node, above = stack.pop()
-            path = join(above, node.tokens[: node.size])
+            path = join(above, self._meant(node.tokens[: node.size]))
             stack += [(child, path) for child in node.children.values()]
             hashes = prefix_hashes(path)[node.start :]
             for group in host.tree.groups if node.size else ():
@@ -733,6 +750,13 @@ class World:
             for endpoint in node.endpoints:
                 if endpoint.slot:
                     self._verify_copy(endpoint.slot, path[: endpoint.position], f"snapshot at {endpoint.position}")
+
+    def _meant(self, tokens: np.ndarray) -> np.ndarray:
+        """The oracle's tokens for those of the manager."""
+        pairs = self.manager._contents.pairs
+        if not len(tokens) or tokens.min() >= 0:
+            return tokens
+        return join([t if t >= 0 else image(pairs[t][0], int(pairs[t][1][9:])) for t in tokens.tolist()])
 
     def _verify_asleep(self, run: Run) -> None:
         """The private pages, the live state and its kept copies of a suspended sequence."""
@@ -1037,7 +1061,7 @@ class World:
         each = np.broadcast_to(lengths, len(runs)).tolist()
         before = [(run.seq.committed, run.seq.length) for run in runs]
         ids = [run.written[c : c + n] for run, n, (c, _) in zip(runs, each, before, strict=True)]
-        self.manager.commit([run.seq for run in runs], join(*ids), lengths)
+        self.manager.commit([run.seq for run in runs], said(join(*ids)), lengths)
         for run, n, (committed, length) in zip(runs, each, before, strict=True):
             assert (run.seq.committed, run.seq.length) == (committed + n, max(length, committed + n))
             if run.seq.length > length:
@@ -1047,7 +1071,7 @@ class World:
     def probe(self, prompt: Iterable[int] | np.ndarray, **options: Any):
         """manager.probe with the cap lifted; checks that it changes nothing."""
         before = self.stats()
-        match = self.manager.probe(join(prompt), **{"max_reuse": len(join(prompt)), **options})
+        match = self.manager.probe(said(join(prompt)), **{"max_reuse": len(join(prompt)), **options})
         assert self.stats() == before
         assert 0 <= match.tokens <= match.attention_tokens <= match.raw_tokens <= len(join(prompt)), match
         assert 0 <= match.in_flight <= len(join(prompt)) - match.raw_tokens, match

@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from oracle import Run, World, join
+from oracle import Run, World, image, join
 
 import jkv
 
@@ -17,6 +17,7 @@ CONFIGS = {
     "full": ("full", {"pages": 2000}, True),
     "full, whole pages": ("full", {"pages": 2000, "partial_reuse": False}, True),
     "full, backoff": ("full", {"pages": 2000, "page_size": 3, "reuse_backoff": 2}, True),
+    "full, images": ("full", {"pages": 2000, "images": 2}, True),
     "full, P=1, tiny": ("full", {"pages": 40, "page_size": 1, "max_length": 40}, False),
     "full, tiny": ("full", {"pages": 10, "max_length": 40, "max_utilization_for_resume": 0.8}, False),
     "full+window": ("full window:8", {"pages": 2000}, True),
@@ -84,6 +85,10 @@ HOST_CONFIGS = {
             "max_sequences": 2,
         },
     ),
+    "full+window+recurrent, images": (
+        "full window:5 recurrent",
+        {"pages": {"full": 12, "window:5": 12, "recurrent": 5}, "host": 14, "max_length": 40, "images": 2},
+    ),
     "recurrent": ("recurrent", {"pages": 4, "host": 5, "page_size": 5, "max_length": 40, "max_sequences": 3}),
 }
 
@@ -104,6 +109,10 @@ STORE_CONFIGS = {
     "full+window+recurrent": (
         "full window:4+2 recurrent",
         {"pages": {"full": 12, "window:4+2": 12, "recurrent": 5}, "host": 10, "max_length": 40},
+    ),
+    "full+window+recurrent, images": (
+        "full window:5 recurrent",
+        {"pages": {"full": 12, "window:5": 12, "recurrent": 5}, "host": 10, "max_length": 40, "images": 2},
     ),
     "recurrent": ("recurrent", {"pages": 4, "host": 3, "page_size": 5, "max_length": 40, "max_sequences": 3}),
 }
@@ -160,6 +169,8 @@ class Driver:
     def __init__(self, groups, config, exact, seed, ops=None):
         self.rng = np.random.default_rng(seed)
         self.ops = ops or OPS
+        config = dict(config)
+        self.images = config.pop("images", 0)
         self.w = World(groups, **{"max_length": 64, "max_sequences": 4, **config})
         self.model = Model(self.w)
         self.exact = exact
@@ -179,7 +190,10 @@ class Driver:
         return runs[self.rng.integers(len(runs))] if runs else None
 
     def random_tokens(self, n):
-        return self.rng.integers(0, ALPHABET, n).astype(np.int32)
+        tokens = self.rng.integers(0, ALPHABET + 2 * bool(self.images), n).astype(np.int32)
+        shown = tokens >= ALPHABET
+        tokens[shown] = [image(self.rng.integers(2), self.rng.integers(self.images)) for _ in range(shown.sum())]
+        return tokens
 
     def prompt(self):
         """A conversation going on, a fork of one, the same prompt again, or something new."""
