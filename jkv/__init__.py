@@ -7,12 +7,14 @@ pages and recurrent states on the device; pure functions read and write them ins
 from jkv.attention import append_attend, attend
 from jkv.config import (
     AttentionLayer,
+    BatchShape,
     Buffer,
     CacheConfig,
     DeviceTier,
     HostTier,
     RecurrentLayer,
     Scope,
+    SequenceShape,
     StoreTier,
     Tokens,
     WindowScratch,
@@ -48,6 +50,7 @@ from jkv.stats import CacheStats
 
 __all__ = [
     "AttentionLayer",
+    "BatchShape",
     "Buffer",
     "CacheConfig",
     "CacheError",
@@ -65,6 +68,7 @@ __all__ = [
     "RecurrentLayer",
     "Scope",
     "Sequence",
+    "SequenceShape",
     "SequenceStateError",
     "Status",
     "StoreError",

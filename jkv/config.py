@@ -254,7 +254,7 @@ class DeviceTier:
 
     Args:
       bytes: bytes of all pools together, null pages and candidate slots included; split so that each pool serves
-        the same number of sequences of max_length.
+        the same number of sequences of max_length, or as `CacheConfig` says otherwise.
       pages: usable pages (recurrent: state slots), the null page and candidate slots excluded: an int for every
         pool, or {group: int}. Groups that share a pool add up.
 
@@ -396,6 +396,52 @@ class Scope:
             _scope_part("salt", self.salt, (int, str, bytes))
 
 
+@dataclasses.dataclass(frozen=True)
+class SequenceShape:
+    """How much of one sequence there is at a moment.
+
+    Args:
+      capacity: token positions that it has pages for.
+      length: tokens that it holds; what their windows have left needs no pages. At most `capacity`.
+
+    >>> SequenceShape(capacity=4096, length=4000)
+    SequenceShape(capacity=4096, length=4000)
+    """
+
+    capacity: int
+    length: int
+
+    def __post_init__(self) -> None:
+        require_int("SequenceShape.capacity", self.capacity, 1)
+        if require_int("SequenceShape.length", self.length, 0) > self.capacity:
+            raise ConfigError(f"SequenceShape.length={self.length} is more than capacity={self.capacity}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+    """Sequences that are open at once.
+
+    Args:
+      sequences: SequenceShapes, at least one.
+      shared_prefix: the first tokens of all of them that are the same: their pages are there once.
+
+    >>> BatchShape([SequenceShape(4096, 4000)] * 8, shared_prefix=1024).shared_prefix
+    1024
+    """
+
+    sequences: Sequence[SequenceShape]
+    shared_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        sequences = tuple(self.sequences) if isinstance(self.sequences, Iterable) else ()
+        if not sequences or not all(isinstance(shape, SequenceShape) for shape in sequences):
+            raise ConfigError(f"BatchShape.sequences must be SequenceShapes, at least one, got {self.sequences!r}")
+        object.__setattr__(self, "sequences", sequences)
+        shortest = min(shape.capacity for shape in sequences)
+        if require_int("BatchShape.shared_prefix", self.shared_prefix, 0) > shortest:
+            raise ConfigError(f"BatchShape.shared_prefix={self.shared_prefix}; the shortest capacity is {shortest}")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CacheConfig:
     """Everything the cache needs to know about the model and its budget.
@@ -417,6 +463,9 @@ class CacheConfig:
         2 * (max_drafts + 1) candidate slots beside the usable ones of the DeviceTier.
       model: identity of the weights, part of every key.
       events: how many events wait for `take_events`, at most; 0: none are made.
+      typical: a BatchShape: bytes are shared out among the pools as such a batch would need them.
+      must_fit: BatchShapes that there is room for, each alone, in the device's pools, whatever else is said.
+      pool_ratio: {group: share of the bytes}, before `typical`. Of tiers whose size is in pages only `must_fit` counts.
 
     >>> config = CacheConfig(
     ...     layers={"attn": AttentionLayer(kv_buffers(2, 16)), "ssm": RecurrentLayer({"h": Buffer((4, 8))})},
@@ -438,6 +487,9 @@ class CacheConfig:
     max_drafts: int = 0
     model: str = ""
     events: int = 0
+    typical: BatchShape | None = None
+    must_fit: Iterable[BatchShape] = ()
+    pool_ratio: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         for field in ("max_sequences", "max_length", "page_size"):
@@ -457,11 +509,31 @@ class CacheConfig:
             raise ConfigError(
                 f"CacheConfig.window_scratch must be None or a WindowScratch, got {self.window_scratch!r}"
             )
+        self._check_shapes()
         if not isinstance(self.model, str):
             raise ConfigError(f"CacheConfig.model must be a str, got {self.model!r}")
         if self.min_snapshot is None:
             recurrent = any(isinstance(layer, RecurrentLayer) for layer in self.layers.values())
             object.__setattr__(self, "min_snapshot", recurrent)
+
+    def _check_shapes(self) -> None:
+        single = isinstance(self.must_fit, BatchShape)
+        must_fit: tuple[Any, ...] = (self.must_fit,) if single else tuple(self.must_fit)
+        object.__setattr__(self, "must_fit", must_fit)
+        for batch in (*must_fit, *([] if self.typical is None else [self.typical])):
+            if not isinstance(batch, BatchShape):
+                raise ConfigError(f"CacheConfig.typical and must_fit take BatchShapes, got {batch!r}")
+            longest = max(shape.capacity for shape in batch.sequences)
+            if longest > self.max_length:
+                raise ConfigError(f"a SequenceShape of capacity {longest}, max_length is {self.max_length}")
+        if self.pool_ratio is not None:
+            if not isinstance(self.pool_ratio, Mapping):
+                raise ConfigError(f"CacheConfig.pool_ratio must map groups to shares, got {self.pool_ratio!r}")
+            for group, share in self.pool_ratio.items():
+                number = isinstance(share, int | float) and not isinstance(share, bool)
+                if not (number and 0 < share < math.inf):
+                    raise ConfigError(f"CacheConfig.pool_ratio[{group!r}] must be a positive number, got {share!r}")
+            object.__setattr__(self, "pool_ratio", MappingProxyType(dict(self.pool_ratio)))
 
     def _checked_tiers(self) -> tuple[DeviceTier | HostTier | StoreTier, ...]:
         """`tiers` as a tuple, from hot to cold."""

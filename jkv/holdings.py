@@ -24,6 +24,7 @@ from jkv.ledger import Ledger
 from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import ZERO, PlanBuilder
 from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, Root, node_of, pages_on, shared_tokens
+from jkv.sizing import Usage
 from jkv.stats import ALLOCATED, COPIED, PER_GROUP, SKIPPED, TAKEN, Work
 
 NO_PAGE = 0  # a null page-table entry
@@ -72,6 +73,7 @@ class Host:
     candidates: Candidates | None  # with max_drafts and recurrent layers
     scratch: WindowScratch | None  # with window layers
     ledger: Ledger
+    usage: Usage
     lock: threading.RLock  # held during each public call
     sequences: dict[Any, None]  # open Sequences, oldest first
     prompting: dict[Any, None]  # those that became active with a prompt to compute; done ones are dropped when met

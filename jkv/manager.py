@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from jkv.config import (
     require_int,
 )
 from jkv.contents import Contents
-from jkv.errors import CacheError, ConfigError, SequenceStateError
+from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.events import Event, Journal
 from jkv.eviction import Eviction
 from jkv.holdings import Candidates, Host
@@ -39,6 +40,7 @@ from jkv.resizing import graft, move_together, shrink
 from jkv.routing import Routes
 from jkv.sequence import WAITING, Sequence, find_everywhere, with_digest
 from jkv.serial import serialised
+from jkv.sizing import Usage, advice, max_length
 from jkv.state import CacheState, init_state, resized_state
 from jkv.stats import CacheStats, Moves, PoolStats, TierStats, Work, WorkStats, since
 from jkv.tiers.host import HostMemory
@@ -87,6 +89,7 @@ class CacheManager:
         self._snapshots_evicted = 0  # by trees of earlier lives
         self._moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
         self._released = False
+        self._usage = Usage()
         self._lock = threading.RLock()
         self._contents = Contents(self._tokens_in_use)
         self._journal = Journal(config.events) if config.events else None
@@ -114,6 +117,7 @@ class CacheManager:
             candidates=candidates,
             scratch=self.config.window_scratch if any(g.window for g in layout.attention_groups) else None,
             ledger=Ledger(layout),
+            usage=self._usage,
             sequences={},
             prompting={},
             shelf=self._store,
@@ -241,7 +245,7 @@ class CacheManager:
         """
         self._check_state("resize_tier", state)
         if tier == "device":
-            return self._resize_device(state, DeviceTier(bytes, pages))
+            return self._resize_device(state, self._config_with(DeviceTier(bytes, pages)))
         if tier == "host" and self.config.host_tier is not None:
             return self._resize_host(state, HostTier(bytes, pages, self.config.host_tier.staging))
         if tier == "store" and self._store is not None:
@@ -257,11 +261,14 @@ class CacheManager:
         return ("device", True), ("host", self._memory is not None), ("store", self._store is not None)
 
     def _reconfigure(self, tier: DeviceTier | HostTier | StoreTier) -> None:
-        """`tier` takes the place of the one of its kind in the config."""
+        self.config = self._config_with(tier)
+
+    def _config_with(self, tier: DeviceTier | HostTier | StoreTier) -> CacheConfig:
+        """The config in which `tier` takes the place of the one of its kind."""
         order = (DeviceTier, HostTier, StoreTier)
         tiers = [old for old in self.config.tiers if type(old) is not type(tier)]
         tiers = sorted([*tiers, tier], key=lambda each: order.index(type(each)))
-        self.config = dataclasses.replace(self.config, tiers=tuple(tiers))
+        return dataclasses.replace(self.config, tiers=tuple(tiers))
 
     def _resize_host(self, state: CacheState, tier: HostTier) -> CacheState:
         host, totals = self._host, host_pages(self.layout, tier)
@@ -273,16 +280,11 @@ class CacheManager:
         self._reconfigure(tier)
         return state
 
-    def _resize_device(self, state: CacheState, tier: DeviceTier) -> CacheState:
-        host, old = self._host, self.config
-        self._reconfigure(tier)
-        try:
-            layout = make_layout(self.config)
-            totals = [pool.num_pages for pool in layout.pools]
-            shrink(host, host.pools, totals)
-        except CacheError:
-            self.config = old
-            raise
+    def _resize_device(self, state: CacheState, config: CacheConfig) -> CacheState:
+        host, layout = self._host, make_layout(config)
+        totals = [pool.num_pages for pool in layout.pools]
+        shrink(host, host.pools, totals)
+        self.config = config
         state = self._carried_out(state)
         moved = move_together(host, host.pools, totals)
         state = resized_state(state, layout, moved)
@@ -466,6 +468,62 @@ class CacheManager:
     def _check_scope(self, scope: Scope) -> None:
         if not isinstance(scope, Scope):
             raise ConfigError(f"scope must be a Scope, got {scope!r}")
+
+    def max_length_for(self, batch_size: int) -> int:
+        """The longest length, in tokens, up to which `batch_size` sequences can be decoded at once on the device.
+
+        They share nothing, and none of them is suspended. 0: not even one token each, or more than max_sequences.
+
+        >>> import jkv, jax.numpy as jnp
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 4, 64, page_size=4, tiers=(jkv.DeviceTier(pages=20),)))
+        >>> manager.max_length_for(2), manager.max_length_for(4)
+        (40, 20)
+        """
+        count = require_int("batch_size", batch_size, 1)
+        return max_length(count, self.config, self.layout.pools, self.layout.groups)
+
+    @serialised
+    def rebalance_advice(self) -> Mapping[str, float] | None:
+        """How the device's bytes had better be split, going by the capacity and length of sequences when they closed.
+
+        Returns:
+          {group: share of the bytes}, a `CacheConfig.pool_ratio`; groups that share a pool have equal parts of it.
+          None: fewer than 2,000 sequences have closed since the last `rebalance`, or each pool has what it should
+          have within a factor of 1.25.
+        """
+        return advice(self._usage, self._device_bytes(), self.config, self.layout.pools, self.layout.groups)
+
+    @serialised
+    def rebalance(self, state: CacheState) -> CacheState:
+        """Splits the bytes of the device, and those of host memory, as `rebalance_advice` says. All data stays right.
+
+        What no longer fits a pool that gets smaller is evicted, as in `resize_tier`. Host memory stays as it is where
+        what suspended sequences have there does not fit.
+
+        Args:
+          state: the latest state; donated if there is advice.
+
+        Returns:
+          The state from now on; with advice its shapes are new, and steps compile anew.
+
+        Raises:
+          OutOfPagesError: what sequences hold or keep on the device does not fit. Nothing has changed.
+          SequenceStateError: the state was donated to an earlier call.
+        """
+        self._check_state("rebalance", state)
+        ratio = self.rebalance_advice()
+        if ratio is None:
+            return state
+        config = dataclasses.replace(self._config_with(DeviceTier(bytes=self._device_bytes())), pool_ratio=ratio)
+        state = self._resize_device(state, config)
+        self._usage.restart()
+        tier = self.config.host_tier
+        if tier is not None:
+            size = sum(count * pool.page_bytes for count, pool in zip(self._host_pages, self.layout.pools, strict=True))
+            with contextlib.suppress(OutOfPagesError):
+                state = self._resize_host(state, HostTier(bytes=size, staging=tier.staging))
+        return state
 
     def can_ever_fit(self, prompt_length: int, new_tokens: int) -> bool:
         """Whether an empty cache could serve this request alone: the prompt in one chunk, then token by token."""

@@ -888,6 +888,7 @@ class Sequence(Suspension):
             leave(self._host, self._arrival, self)
             self._arrival = None
         if self._node is not None:
+            self._host.usage.note(self._capacity, self._length)
             if self._age:
                 self._stir()
             if not self._stopped:

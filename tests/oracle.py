@@ -622,6 +622,12 @@ class World:
         self._resized()
         self.flush()
 
+    def rebalance(self) -> None:
+        """manager.rebalance; verifies every byte of what is left."""
+        self.state = self.manager.rebalance(self.state)
+        self._resized()
+        self.flush()
+
     def delay(self, seconds: float) -> None:
         """What is on its way to host memory from now on takes that much longer."""
         self.manager._memory._worker.submit(time.sleep, seconds)

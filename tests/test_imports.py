@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(jkv.__file__).parent
 # DESIGN section 3: the names that carry no number, or that of work that is done.
 PUBLIC = """
     Buffer kv_buffers latent_buffers AttentionLayer RecurrentLayer DeviceTier HostTier StoreTier
-    CacheConfig WindowScratch Tokens
+    CacheConfig WindowScratch Tokens BatchShape SequenceShape
     CacheState append attend append_attend gather read_state write_state pool with_pool table_for slots_for
     candidate_slots Ragged
     CacheManager CacheStats Event Sequence Status Match Scope
@@ -26,7 +26,9 @@ BELOW = {
     "errors": "",
     "stats": "layout config errors",
     "config": "errors",
-    "layout": "config errors",
+    "groups": "config",
+    "sizing": "groups config errors",
+    "layout": "sizing groups config errors",
     "pages": "layout errors",
     "plan": "layout errors",
     "radix": "layout config errors",
@@ -38,7 +40,7 @@ BELOW = {
     "contents": "config tiers.keys",
     "routing": "contents eviction radix",
     "ledger": "layout",
-    "holdings": "eviction radix pages plan ledger layout config stats errors contents",
+    "holdings": "eviction radix pages plan ledger layout config stats errors contents sizing",
     "room": "holdings radix layout stats errors",
     "speculation": "room holdings radix errors",
     "suspension": "speculation radix pages layout errors",
@@ -88,6 +90,8 @@ def test_a_star_import_gives_them():
     "module",
     [
         "radix",
+        "sizing",
+        "groups",
         "routing",
         "contents",
         "pages",
