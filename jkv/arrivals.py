@@ -197,6 +197,7 @@ class Arrival(Holdings):
     def __init__(self, host: Host, user: Holdings, scope: Root, priority: int, search: Search, find: Find):
         super().__init__(host, scope, priority)
         tree, size = host.tree, host.layout.page_size
+        self._ttl = user._ttl
         self.find = find
         self.owner = user
         self.users = {user}  # who waits for it

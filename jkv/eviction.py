@@ -128,6 +128,12 @@ class Eviction(Retention):
         node.resident -= len(at)
         self.review_head(node)
 
+    def go_on_from(self, lost: Eviction) -> None:
+        """This empty tree takes the place of one whose device is lost."""
+        self.epoch, self.step = lost.epoch, lost.step
+        if lost.expires_anything:
+            self.allow_expiry()
+
     def retire(self) -> None:
         """The weights are others from now on: nothing that is there now is found any more, and what nobody holds goes.
 
@@ -184,16 +190,18 @@ class Eviction(Retention):
     def _make_room(self, pool: PagePool, count: int) -> None:
         """Evicts until `count` pages are free: as many as are needed and no more."""
         order, spared, passed_over = pool.order, [], []
+        self.expire()
         self._rooms_in_the_making += 1
         while pool.free < count:
             if pool.evictable <= 0:
                 self._move_down_kept(pool, count - pool.free)
                 continue
-            if order.unneeded:
+            expired = self.expires_anything and order.begins_expired()
+            if order.unneeded and not expired:
                 (node, g), _ = order.unneeded.popitem(last=False)
                 self._drop_unneeded(node, g, pool, count - pool.free)
                 continue
-            if order.superseded:
+            if order.superseded and not expired:
                 endpoint, _ = order.superseded.popitem(last=False)
                 if self._is_superseded(endpoint) and self._yields(endpoint, pool):
                     self._let_down(endpoint, pool)

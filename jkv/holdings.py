@@ -23,7 +23,7 @@ from jkv.layout import HOST, Group, Layout
 from jkv.ledger import Ledger
 from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import ZERO, PlanBuilder
-from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, Root, node_of, pages_on, shared_tokens
+from jkv.radix import HELD, NEVER, NO_SLOT, NO_TOKENS, Endpoint, Node, Root, node_of, pages_on, path_to, shared_tokens
 from jkv.sizing import Usage
 from jkv.stats import ALLOCATED, COPIED, PER_GROUP, SKIPPED, TAKEN, Work
 
@@ -81,6 +81,7 @@ class Host:
     memory: Any = None  # host memory: jkv.tiers.host.HostMemory
     arriving: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)  # (group, name) -> Arrival
     suspensions: int = 0  # so far
+    over: bool = False  # the device's contents were lost; another Host has taken this one's place
     row_changes: int = 0  # how often a sequence got or gave up a row
 
     @property
@@ -103,6 +104,7 @@ class Holdings:
     """The pages, states and endpoints of one sequence; `Sequence` says when what happens to them."""
 
     _hold = HELD  # how it holds its path
+    _ttl: int | None = None  # steps for which what we leave is kept after its last use
 
     def __init__(self, host: Host, scope: Root, priority: int):
         self._host = host
@@ -372,7 +374,20 @@ class Holdings:
         if self._last is not None:
             tree.extended(self._last, endpoint)
         self._last = endpoint
+        self._renew()
         return endpoint
+
+    def _renew(self, source: Node | None = None) -> None:
+        """What is on our path, the endpoint that we came from or left, and `source` are used now."""
+        tree = self._host.tree
+        if tree.expires_anything and self._node is not None:
+            until = NEVER if self._ttl is None else tree.step + self._ttl
+            for node in path_to(self._node):
+                tree.renew(node, until)
+            if source is not None:
+                tree.renew(source, until)
+            if self._last is not None and self._last.alive:
+                tree.renew(self._last, until)
 
     # --- the last, partial page --------------------------------------------------------------------------------------
 
@@ -513,12 +528,16 @@ class Holdings:
         """No room for copies: the lent tail and live state become private again and are not reusable."""
         tree = self._host.tree
         if self._lent is not None:
-            lent, self._lent = self._lent, None
-            tree.remove_endpoint(lent, keep_slot=True)
+            self._take_back_state()
         if self._lends_tail:
             tail = self._node
             self._node = tail.parent
             tree.take_back(tail)
+
+    def _take_back_state(self) -> None:
+        """The lent live state becomes private again, and is not reusable."""
+        lent, self._lent = self._lent, None
+        self._host.tree.remove_endpoint(lent, keep_slot=True)
 
     def _release_tail(self) -> None:
         """The path ends at the tail's parent again."""

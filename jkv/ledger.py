@@ -15,8 +15,6 @@ import numpy as np
 
 from jkv.layout import Layout
 
-NEVER = 2**62  # a mark that no length reaches
-
 
 class Ledger:
     """Arrays by row; a row counts where `entered`.

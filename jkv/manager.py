@@ -172,8 +172,9 @@ class CacheManager:
         for seq in list(host.sequences):
             seq._abandon()
         self._keep_totals()
+        host.over = True
         self._start_over()
-        self._host.tree.epoch = host.tree.epoch
+        self._host.tree.go_on_from(host.tree)
         if isinstance(self._host.tree, Announcing):
             self._host.tree.forget()
         if self._memory is not None:
@@ -328,6 +329,7 @@ class CacheManager:
         priority: int = 0,
         max_reuse: int | None = None,
         retry: bool = False,
+        ttl: int | None = None,
     ) -> Sequence:
         """A new, suspended sequence that holds nothing until its first `resume`.
 
@@ -336,7 +338,10 @@ class CacheManager:
           scope: namespace of reuse.
           priority: what it commits is evicted after everything of lower priority.
           max_reuse: most tokens to reuse; None: n - 1, since a model needs one token to produce logits.
-          retry: this work was done before and preempted: its lookup is not counted.
+          retry: this work was done before and preempted: its lookup is not counted as one.
+          ttl: steps (calls of `prepare` or `prepare_ragged`) after whose last use what this sequence left or reused is
+            the first to go when room is needed; it can be found until then, and every use renews it: the longer time
+            counts. None: no limit.
 
         Raises:
           ConfigError: bad ids, or a prompt longer than max_length.
@@ -351,6 +356,9 @@ class CacheManager:
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
             raise ConfigError(f"priority must be an int, got {priority!r}")
         seq = Sequence(self._host, ids, scope, int(priority), max_reuse, retry)
+        if ttl is not None:
+            seq._ttl = require_int("ttl", ttl, 1)
+            self._host.tree.allow_expiry()
         self._host.sequences[seq] = None
         return seq
 
@@ -611,6 +619,7 @@ class CacheManager:
         self._check_state("prepare", state)
         if self._host.candidates is not None:
             self._batches.show_candidates(batch)
+        self._host.tree.step += 1
         for pool in self._host.pools:
             pool.note_peak()
         state = self._carried_out(state)

@@ -29,6 +29,9 @@ def on_device(places: np.ndarray) -> np.ndarray:
     return (places > 0) & (places < HOST)
 
 
+EXPIRED = -(2**62)  # a priority below all others
+
+
 class EvictionOrder:
     """Which tree content leaves a pool first. The one place where the policy lives.
 
@@ -41,8 +44,9 @@ class EvictionOrder:
                    `level` the largest such sum evicted so far (GreedyDual, Young 1994: no clock; what is cheap to
                    lose ages fast, what is dear slowly)
 
-    and what only may move down, once nothing else is left: pages of suspended sequences (`sleepers`, by priority, then
-    age), then tree pages that they keep (`kept`, oldest first).
+    What has outlived its time to live is ranked with priority EXPIRED, and goes before all of these. And what may only
+    move down, once nothing else is left: pages of suspended sequences (`sleepers`, by priority, then age), then tree
+    pages that they keep (`kept`, oldest first).
 
     Items come and go eagerly, so what is ranked is still in the tree. What cannot give a page just now (its pages are
     held or in another tier, its slot is lent) the tree passes over and puts back. All operations are O(log n)
@@ -77,6 +81,12 @@ class EvictionOrder:
         """Forgets the rank of `item`, and that it was superseded."""
         self._serials.pop(item, None)
         self.superseded.pop(item, None)
+
+    def begins_expired(self) -> bool:
+        """Whether what is ranked lowest has outlived its time."""
+        while self._heap and self._serials.get(self._heap[0][3]) != self._heap[0][2]:
+            heapq.heappop(self._heap)
+        return bool(self._heap) and self._heap[0][0] == EXPIRED
 
     def pop_ranked(self) -> tuple[int, int, int, Any, int]:
         """Takes the lowest entry out: (priority, score, serial, item, level at last use)."""

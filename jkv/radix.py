@@ -35,6 +35,7 @@ from jkv.layout import HOST, Group, Layout
 
 _position = attrgetter("position")
 NO_SLOT = 0
+NEVER = 2**62  # a step, or a length, that is not reached
 MAX_TIES = 8  # siblings looked at in each direction
 NO_TOKENS = np.empty(0, np.int32)
 HELD = 1
@@ -96,7 +97,7 @@ class Match:
 class Endpoint:
     """A resumable length: `position` tokens, the last of them in `node`."""
 
-    __slots__ = ("alive", "extensions", "node", "pinned", "position", "priority", "slot")
+    __slots__ = ("alive", "expires", "extensions", "node", "pinned", "position", "priority", "slot")
 
     def __init__(self, node: Node, position: int, slot: int, priority: int):
         self.node = node
@@ -106,15 +107,16 @@ class Endpoint:
         self.extensions: list[Endpoint] = []  # next endpoints of sequences that went on from here: two at most
         self.pinned = 0  # HELD, KEPT: its slot is still the live state of the active, suspended sequence that left it
         self.alive = True
+        self.expires = NEVER
 
 
 class Node:
     """A run of whole pages, or a tail. See the module's picture."""
 
     __slots__ = (
-        "children", "cold_level", "device", "digests", "endpoints", "first_page", "heads", "holders", "is_head",
-        "keepers", "key", "level", "marks", "order", "pages", "parent", "priority", "resident", "serial", "size",
-        "stale_heads", "start", "stored", "tokens", "uses", "warm",
+        "children", "cold_level", "device", "digests", "endpoints", "expires", "first_page", "heads", "holders",
+        "is_head", "keepers", "key", "level", "marks", "order", "pages", "parent", "priority", "resident", "serial",
+        "size", "stale_heads", "start", "stored", "tokens", "uses", "warm",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, key: Any, start: int, first_page: int, tokens: np.ndarray, serial: int):
@@ -143,6 +145,7 @@ class Node:
         self.holders = 0  # active sequences whose path contains this node
         self.keepers = 0  # suspended ones
         self.priority = 0
+        self.expires = NEVER  # the step after which it is the first to go
         self.level = 0  # of the full pool's eviction order at the last use
         self.cold_level = 0  # the same in host memory
 
@@ -317,7 +320,7 @@ class RadixTree:
         head = self._make(parent, node.key, node.start, node.first_page, node.tokens[:size].copy())
         head.serial = node.serial
         head.holders, head.keepers, head.priority = node.holders, node.keepers, node.priority
-        head.level, head.cold_level = node.level, node.cold_level
+        head.level, head.cold_level, head.expires = node.level, node.cold_level, node.expires
         head.device = min(node.device, pages)
         node.device -= head.device
         head.warm = int(node.device > 0)

@@ -151,6 +151,7 @@ def _graft_node(old: Eviction, new: Eviction, node: Node, parent: Node, gone: li
         new.pools[group.pool].below.adopt(kept[kept >= 0] - HOST)
     copy = new.attach(parent, tokens, [places[:keep] for places in pages], [0] * len(pages), node.priority, KEPT)
     copy.stored = min(node.stored, copy.end)
+    new.renew(copy, node.expires)
     for endpoint in node.endpoints:
         slot = endpoint.slot
         if slot != NO_SLOT:
@@ -159,5 +160,5 @@ def _graft_node(old: Eviction, new: Eviction, node: Node, parent: Node, gone: li
         if endpoint.position <= copy.end:
             if slot != NO_SLOT:
                 new.state_pool.below.adopt(np.array([slot - HOST], np.int32))
-            new.add_endpoint(copy, endpoint.position, slot, endpoint.priority)
+            new.renew(new.add_endpoint(copy, endpoint.position, slot, endpoint.priority), endpoint.expires)
     return copy

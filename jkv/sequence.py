@@ -30,8 +30,7 @@ from jkv.arrivals import Arrival, Find, Search, begin, end, leave, look_up
 from jkv.config import Scope, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.holdings import Host
-from jkv.ledger import NEVER
-from jkv.radix import HELD, NO_SLOT, Hit, Match, Node, Root, node_of, path_to
+from jkv.radix import HELD, NEVER, NO_SLOT, Endpoint, Hit, Match, Node, Root, node_of, path_to
 from jkv.routing import new_digest
 from jkv.serial import serialised
 from jkv.speculation import Mark
@@ -53,6 +52,37 @@ class Status(enum.StrEnum):
 
 
 WAITING = (Status.SUSPENDED, Status.LOADING)
+
+
+class Drop:
+    """What a sequence left at its end, for as long as it is there; from `Sequence.plan_drop`."""
+
+    def __init__(self, host: Host, owner: Sequence, endpoint: Endpoint | None):
+        self._host = host
+        self._owner = owner
+        self._endpoint = endpoint
+        self._dropped = False
+
+    @serialised
+    def drop(self) -> None:
+        """Frees the snapshot at that length, and the window pages that only resuming there needs, in memory.
+
+        What other endpoints need or sequences hold stays, as does the KV of full attention, a beginning of later turns.
+        Entries of the store stay. If the endpoint has been evicted already, nothing happens.
+
+        Raises:
+          SequenceStateError: dropped before.
+        """
+        if self._dropped:
+            raise SequenceStateError("drop: this was dropped before")
+        self._dropped = True
+        endpoint = self._endpoint
+        if endpoint is None or not endpoint.alive or self._host.over:
+            return
+        if self._owner._lent is endpoint:  # it goes on from this very state
+            self._owner._keep_to_itself()
+        elif not endpoint.pinned:
+            self._host.tree.drop_endpoint(endpoint)
 
 
 class Sequence(Suspension):
@@ -362,6 +392,7 @@ class Sequence(Suspension):
         if tree.state_pool is not None:
             self._slot = self._copied_state(hit.endpoint)
         self._node, self._published = node, whole
+        self._renew(source)
         self._partial = self._prompt[whole * page_size : length].copy()
         self._committed = self._length = self._capacity = length
         self._match = self._with_store(hit.match)
@@ -863,6 +894,34 @@ class Sequence(Suspension):
             self._slide()
 
     @serialised
+    def plan_drop(self) -> Drop:
+        """A handle that can take back what this sequence left at its end, when a later turn has made it useless.
+
+        Raises:
+          SequenceStateError: it may still commit; call `stop_committing` or `close` first.
+
+        >>> import jkv, jax.numpy as jnp
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32), window=4)}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+        >>> state = manager.init()
+        >>> with manager.open(range(8)) as seq:
+        ...     _ = seq.resume(), seq.reserve(8)
+        ...     state, rows = manager.prepare(state, [seq])
+        ...     seq.commit(range(8))
+        >>> turn = seq.plan_drop()
+        >>> manager.probe(range(9)).tokens
+        8
+        >>> turn.drop()
+        >>> manager.probe(range(9)).tokens
+        4
+        """
+        if not self._stopped and self.status is not Status.CLOSED:
+            raise SequenceStateError(f"plan_drop: {self!r} may still commit; call stop_committing first")
+        last = self._last
+        ends_here = last is not None and last.alive and last.position == self._committed
+        return Drop(self._host, self, last if ends_here else None)
+
+    @serialised
     def suspend(self) -> None:
         """Gives up the row; pages and the live state are kept. `resume` brings it back.
 
@@ -895,6 +954,7 @@ class Sequence(Suspension):
                 self._stop(closing=True)
             if self._marks:
                 self._end_marks(0)
+            self._renew()
             self._let_go()
             if self._scope.epoch != self._host.tree.epoch and self._scope in self._host.tree.roots:
                 self._host.tree.drop_unheld(self._host.tree.roots[self._scope])

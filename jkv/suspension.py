@@ -27,6 +27,7 @@ class Suspension(Speculation):
     def _fall_asleep(self) -> None:
         """The row is given up: what was held is kept."""
         host, tree = self._host, self._host.tree
+        self._renew()
         host.suspensions += 1
         self._age = host.suspensions
         tree.keep(self._node)
@@ -47,6 +48,15 @@ class Suspension(Speculation):
             tree.pin(self._lent)
             self._slot = self._lent.slot
         self._age = 0
+        self._renew()
+
+    def _keep_to_itself(self) -> None:
+        """Our live state is lent no more, and not reusable."""
+        if self._age:
+            self._count_idle(-1)
+        self._take_back_state()
+        if self._age:
+            self._count_idle(1)
 
     def _wake_up(self) -> bool:
         """Everything is held again, and on the device.
