@@ -34,7 +34,9 @@ from jkv.manager import CacheManager
 from jkv.ops import (
     append,
     candidate_slots,
+    export_pages,
     gather,
+    import_pages,
     pool,
     read_state,
     slots_for,
@@ -47,6 +49,7 @@ from jkv.ragged import Ragged
 from jkv.sequence import Sequence, Status
 from jkv.state import CacheState
 from jkv.stats import CacheStats
+from jkv.transfer import Transfer
 
 __all__ = [
     "AttentionLayer",
@@ -74,12 +77,15 @@ __all__ = [
     "StoreError",
     "StoreTier",
     "Tokens",
+    "Transfer",
     "WindowScratch",
     "append",
     "append_attend",
     "attend",
     "candidate_slots",
+    "export_pages",
     "gather",
+    "import_pages",
     "kv_buffers",
     "latent_buffers",
     "pool",

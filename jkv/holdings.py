@@ -570,7 +570,10 @@ class Holdings:
         tree = self._host.tree
         if not tree.windows:
             return
-        length = self._length if self._stopped else min((self._committed, *self._pending))
+        self._slide_to(self._length if self._stopped else min((self._committed, *self._pending)))
+
+    def _slide_to(self, length: int) -> None:
+        tree = self._host.tree
         for group in tree.windows:
             g = group.ordinal
             first = self._live_from[g]

@@ -26,6 +26,7 @@ from jkv.errors import ConfigError
 from jkv.layout import INT32_MAX, LayerPlace
 from jkv.ragged import Ragged
 from jkv.state import CacheState
+from jkv.transfer import Transfer
 
 Rows = ArrayLike | Ragged  # what every op takes: rows of a padded batch, or a ragged one
 
@@ -573,3 +574,97 @@ def with_pool(state: CacheState, layer: str, buffer: str, array: jax.Array) -> C
     array = _check_value(f"with_pool: array for {layer!r}, {buffer!r}", array, shape, declared.dtype)
     array = as_dtype(array.reshape(stored.shape), stored.dtype)
     return _with_layer_arrays(state, place, {**arrays, buffer: array})
+
+
+# ---- from one cache to another --------------------------------------------------------------------------------------
+
+Values = dict[str, dict[str, jax.Array]]
+
+
+def _transfers(
+    op: str, state: CacheState, plan: Mapping[str, Mapping[str, Transfer]]
+) -> list[tuple[str, str, Transfer, LayerPlace]]:
+    """(layer, buffer, transfer, where the layer lies) of all that a plan lists."""
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f"{op}: plan must be what transfer_plan returns, got {type(plan).__name__}")
+    found = []
+    for layer, buffers in plan.items():
+        place = _own_place(op, layer, _place(state, layer, op))
+        for buffer, transfer in buffers.items():
+            _known_buffer(op, layer, place, buffer)
+            found.append((layer, buffer, transfer, place))
+    return found
+
+
+def _page_index(transfer: Transfer, rows: int) -> jax.Array:
+    """The pages of a transfer; padding, and the null page, out of range."""
+    pages = jnp.asarray(transfer.pages, jnp.int32)
+    return jnp.where((pages > 0) & (pages < rows), pages, INT32_MAX)
+
+
+def export_pages(state: CacheState, plan: Mapping[str, Mapping[str, Transfer]]) -> Values:
+    """What lies in the pages, and the state, that a plan lists: copies, in declared dtypes.
+
+    Under `jax.jit` it compiles once for each number of pages, rounded up to a power of two.
+
+    Args:
+      state: the sender's cache.
+      plan: from the sender's `Sequence.transfer_plan`.
+
+    Returns:
+      {layer: {buffer: [m, page_size, *shape]}}, of a state [1, *shape]; rows that are padding are zeros.
+
+    Raises:
+      ConfigError: a layer or a buffer that is not there.
+
+    >>> import jkv, jax, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> config = jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),))
+    >>> prefill, decode = jkv.CacheManager(config), jkv.CacheManager(config)
+    >>> one, two = prefill.init(), decode.init()
+    >>> sender, receiver = prefill.open(range(10)), decode.open(range(10))
+    >>> sender.resume(), sender.reserve(10), receiver.resume(), receiver.resize(10, 10)
+    (True, True, True, True)
+    >>> one, rows = prefill.prepare(one, [sender])  # and a step that writes 10 tokens
+    >>> sender.commit(range(10))
+    >>> two, rows = decode.prepare(two, [receiver])
+    >>> values = jax.jit(jkv.export_pages)(one, sender.transfer_plan())
+    >>> values["attn"]["kv"].shape
+    (4, 4, 2, 8)
+    >>> two = jax.jit(jkv.import_pages, donate_argnames="state")(two, receiver.transfer_plan(), values)
+    >>> receiver.commit(range(10))
+    """
+    values: Values = {}
+    for layer, buffer, transfer, place in _transfers("export_pages", state, plan):
+        stored = layer_arrays(state, place)[buffer]
+        pages = stored.at[_page_index(transfer, len(stored))].get(mode="fill", fill_value=0)
+        values.setdefault(layer, {})[buffer] = as_dtype(pages, place.buffers[buffer].dtype)
+    return values
+
+
+def import_pages(state: CacheState, plan: Mapping[str, Mapping[str, Transfer]], values: Any) -> CacheState:
+    """The state with what `export_pages` gave elsewhere in the pages, and the state slot, that a plan lists.
+
+    Jit it with `donate_argnames="state"`, or it copies the pools.
+
+    Args:
+      state: the receiver's cache.
+      plan: from the receiver's `Sequence.transfer_plan`.
+      values: {layer: {buffer: [m, page_size, *shape]}}, declared dtypes; rows that the plan pads go nowhere.
+
+    Raises:
+      ConfigError: a layer or a buffer that is not there, or values of another shape or dtype.
+    """
+    for layer, buffer, transfer, place in _transfers("import_pages", state, plan):
+        arrays = layer_arrays(state, place)
+        stored, declared = arrays[buffer], place.buffers[buffer]
+        try:
+            value = values[layer][buffer]
+        except (KeyError, TypeError):
+            raise ConfigError(f"import_pages: no values for {layer!r}, {buffer!r}") from None
+        shape = (len(transfer.pages), *stored.shape[1:])
+        value = _check_value(f"import_pages: values of {layer!r}, {buffer!r}", value, shape, declared.dtype)
+        index = _page_index(transfer, len(stored))
+        written = stored.at[index].set(as_dtype(value, stored.dtype), mode="drop")
+        state = _with_layer_arrays(state, place, {**arrays, buffer: written})
+    return state

@@ -52,6 +52,28 @@ class Room(Holdings):
                 self._append_pages(group, old, self._take(group, new - old))
         return True
 
+    def _fit_beyond(self, capacity: int, length: int) -> bool:
+        """Pages for `capacity` tokens, of which something else writes those up to `length`.
+
+        Windows get none for what has left them by then, and let go of what they had of it.
+        """
+        host, tree, page_size = self._host, self._host.tree, self._host.layout.page_size
+        old, new = self._num_pages(self._capacity), self._num_pages(capacity)
+        columns = []
+        fresh = [0] * len(host.pools)
+        for group in tree.groups:
+            at = np.arange(old, new)
+            sinks, live = group.first_live(length, page_size)
+            columns.append(at[(at < sinks) | (at >= live)])
+            fresh[group.pool] += len(columns[-1])
+        if not self._make_possible(fresh, self._is_lending):
+            return False
+        self._slide_to(length)
+        for group, at in zip(tree.groups, columns, strict=True):
+            self._roomy_table(group.ordinal, new)[at] = self._take(group, len(at))
+            self._mark(group.ordinal, old, new)
+        return True
+
     def _make_possible(self, fresh: list[int], lending: bool) -> bool:
         """Whether there is room for `fresh` pages per pool; if so, what is lent has private copies, where `lending`."""
         tree = self._host.tree

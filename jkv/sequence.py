@@ -36,6 +36,7 @@ from jkv.serial import serialised
 from jkv.speculation import Mark
 from jkv.stats import COPIED, LIMITED, LOST, MISSED, PARTIAL, PER_GROUP, SKIPPED, TIERS, WHOLE, WorkStats
 from jkv.suspension import Suspension
+from jkv.transfer import Transfer, padded
 
 
 class Status(enum.StrEnum):
@@ -497,8 +498,9 @@ class Sequence(Suspension):
     def resize(self, capacity: int, length: int | None = None) -> bool:
         """Sets the capacity, and optionally a larger length.
 
-        A larger length reports a step in flight, as `advance` does; with no step in flight (attention layers only) it
-        says that something else wrote the KV up to there.
+        A larger length reports a step in flight, as `advance` does. With no step in flight it says that something else
+        has written, or will write before the next step, the KV up to there, and the state of recurrent layers: from a
+        length that is the capacity as well, windows get no pages for what has left them by then (`transfer_plan`).
 
         Returns:
           False: not enough pages now, nothing changed.
@@ -517,13 +519,20 @@ class Sequence(Suspension):
                     f"resize(capacity={capacity}, length={length}): length may only grow, from {self._length} to "
                     "capacity"
                 )
-            if length > self._length and (self._in_flight or self._slot != NO_SLOT):
+            beyond = length > self._length == self._capacity and not self._in_flight and self._host.scratch is None
+            if length > self._length and not beyond and (self._in_flight or self._slot != NO_SLOT):
                 self._require_prepared("resize", length - self._length)
             layout = self._host.layout
             if capacity > layout.max_length:
                 raise OutOfPagesError(
                     f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}"
                 )
+            if beyond:
+                if not self._fit_beyond(capacity, length):
+                    return False
+                self._capacity = self._reserved = capacity
+                self._move_to(length)
+                return True
             if not self._fit(capacity, length if length > self._length else capacity):
                 return False
             self._capacity = capacity
@@ -672,6 +681,63 @@ class Sequence(Suspension):
         self._require_window(f"rewind({n})", length)
         if n:
             self._go_back_to(length)
+
+    # --- to another process ------------------------------------------------------------------------------------------
+
+    @serialised
+    def transfer_plan(self, start: int = 0) -> dict[str, dict[str, Transfer]]:
+        """What another cache needs to go on with this sequence, and where it lies: its live pages and its state.
+
+        The sender exports with its plan (`export_pages`, or a transport of its own that reads the bytes where they
+        are). The receiver opens the same prompt, resumes, and makes room: `resize(length, length)`, then `prepare`;
+        its plan, with the `start` that was its length before, says where what arrives has to go (`import_pages`).
+        Then `commit(tokens, snapshot=True)` publishes it as if it had been computed there. Both plans list the same
+        `first_tokens` in the same order.
+
+        Args:
+          start: tokens that the receiver has; pages wholly below are left out.
+
+        Returns:
+          {layer: {buffer: Transfer}} of the layers that have KV, or a state, of their own.
+
+        Raises:
+          ConfigError: `start` beyond `length`.
+          SequenceStateError: not active, a step is in flight, or device work is pending: call `prepare` first.
+
+        >>> import jkv, jax.numpy as jnp
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=(jkv.DeviceTier(pages=16),)))
+        >>> state = manager.init()
+        >>> seq = manager.open(range(11))
+        >>> seq.resume(), seq.resize(10, 10)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.transfer_plan()["attn"]["kv"].first_tokens
+        array([ 0,  4,  8, -1], dtype=int32)
+        """
+        self._require_active("transfer_plan")
+        host, page_size, length = self._host, self._host.layout.page_size, self._length
+        if require_int("start", start, 0) > length:
+            raise ConfigError(f"transfer_plan(start={start}): the length is {length}")
+        if self._in_flight or not host.builder.empty:
+            what = "a step is in flight" if self._in_flight else "device work is pending; call prepare first"
+            raise SequenceStateError(f"transfer_plan: {what}")
+        plan: dict[str, dict[str, Transfer]] = {}
+        for group in host.layout.groups:
+            if group.recurrent:
+                places, tokens = np.array([self._slot]), np.array([length])
+            else:
+                columns = np.flatnonzero(self._table(group.ordinal)[: self._num_pages(length)] > 0)
+                columns = columns[columns >= start // page_size]
+                places, tokens = self._table(group.ordinal)[columns], columns * page_size
+            pages, first_tokens = padded(places), padded(tokens)
+            unit = 1 if group.recurrent else page_size
+            for layer in group.layers:
+                buffers = host.layout.place(layer).buffers
+                plan[layer] = {
+                    name: Transfer(pages, first_tokens, unit * buffer.nbytes) for name, buffer in buffers.items()
+                }
+        return plan
 
     # --- drafts ------------------------------------------------------------------------------------------------------
 

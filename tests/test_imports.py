@@ -16,7 +16,7 @@ PUBLIC = """
     Buffer kv_buffers latent_buffers AttentionLayer RecurrentLayer DeviceTier HostTier StoreTier
     CacheConfig WindowScratch Tokens BatchShape SequenceShape
     CacheState append attend append_attend gather read_state write_state pool with_pool table_for slots_for
-    candidate_slots Ragged
+    candidate_slots Ragged Transfer export_pages import_pages
     CacheManager CacheStats Event Sequence Status Match Scope
     CacheError ConfigError OutOfPagesError SequenceStateError IntegrityError StoreError
 """.split()
@@ -45,13 +45,14 @@ BELOW = {
     "speculation": "room holdings radix errors",
     "suspension": "speculation radix pages layout errors",
     "arrivals": "holdings radix layout config tiers.keys",
-    "sequence": "suspension speculation arrivals holdings ledger radix config errors stats serial routing",
+    "sequence": "suspension speculation arrivals holdings ledger radix config errors stats serial routing transfer",
     "batches": "sequence holdings config errors",
     "resizing": "sequence holdings eviction radix pages layout errors",
     "integrity": "sequence arrivals holdings eviction radix pages layout errors",
     "state": "layout config errors",
     "ragged": "",
-    "ops": "ragged state layout config errors",
+    "transfer": "",
+    "ops": "ragged state layout config errors transfer",
     "attention": "ops ragged state layout config errors",
     "apply": "plan state layout errors",
     "tiers.failures": "",
@@ -90,6 +91,7 @@ def test_a_star_import_gives_them():
     "module",
     [
         "radix",
+        "transfer",
         "sizing",
         "groups",
         "routing",
