@@ -57,11 +57,16 @@ class Turn:
 class Chat:
     """Answers one prompt at a time with a small hybrid model with random weights."""
 
-    def __init__(self, tiers: Sequence[jkv.DeviceTier | jkv.HostTier | jkv.StoreTier]) -> None:
-        self.steps = hybrid_decode.make_steps(hybrid_decode.Model(nnx.Rngs(0), LAYERS))
+    def __init__(
+        self,
+        tiers: Sequence[jkv.DeviceTier | jkv.HostTier | jkv.StoreTier],
+        layers: Sequence[str] | None = None,  # default: LAYERS
+    ) -> None:
+        layers = LAYERS if layers is None else layers
+        self.steps = hybrid_decode.make_steps(hybrid_decode.Model(nnx.Rngs(0), layers))
         self.manager = jkv.CacheManager(
             jkv.CacheConfig(
-                layers=hybrid_decode.cache_layers(LAYERS),
+                layers=hybrid_decode.cache_layers(layers),
                 max_sequences=1,
                 max_length=MAX_LENGTH,
                 page_size=PAGE_SIZE,

@@ -244,6 +244,41 @@ def test_offload_fails_on_a_mismatch(
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED: 1 of 144 generated tokens differ")
 
 
+# ---- disaggregated -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def disaggregated(importable: None) -> ModuleType:
+    return importlib.import_module("disaggregated")
+
+
+def test_disaggregated_gets_every_token_right_and_moves_what_is_lacking(
+    disaggregated: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three conversations of two turns, in two processes, with a smaller model: compiled sooner."""
+    turns, check = transferred = disaggregated.measure(3, 0, ("ssm", "window", "full"))
+    assert check.ok, check.first_mismatch
+    assert check.tokens == 3 * 2 * disaggregated.ANSWER
+    first, second, third, *later = turns
+    assert first.start == second.start == third.start == first.prefilled.reused == 0
+    assert third.prefilled.reused == disaggregated.DOCUMENT  # where the second left the first, it left a state
+    for turn in later:
+        assert turn.start == len(turn.request.prompt) - disaggregated.MESSAGE - 1  # all but the answer's last token
+        assert 0 < turn.prefilled.reused < turn.start  # the answer never was where prompts are computed
+        assert turn.nbytes < first.nbytes / 2
+
+    monkeypatch.setattr(disaggregated, "measure", lambda *args: transferred)
+    assert disaggregated.main([]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("OK: all 72 generated tokens equal")
+    check = dataclasses.replace(check, mismatches=1, first_mismatch="request 1.1, token 3 ...")
+    monkeypatch.setattr(disaggregated, "measure", lambda *args: (turns, check))
+    assert disaggregated.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED: 1 of 72 generated tokens differ")
+    with pytest.raises(SystemExit):
+        disaggregated.main(["--conversations", "0"])
+    assert "--conversations must be" in capsys.readouterr().err
+
+
 # ---- speculative_decode ----------------------------------------------------------------------------------------------
 
 
