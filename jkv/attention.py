@@ -93,6 +93,18 @@ def attend(
 
     Raises:
       ConfigError: an unknown or recurrent layer, buffers or dtypes that this op does not read, a wrong shape.
+
+    >>> import jkv, numpy as np, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> positions, values = np.array([[0, 1, 2]], np.int32), {"kv": jnp.ones((1, 3, 2, 8))}
+    >>> state = jkv.append(state, "attn", rows, positions, values)
+    >>> jkv.attend(state, "attn", rows, positions, jnp.ones((1, 3, 2, 8))).shape
+    (1, 3, 2, 8)
     """
     place = ops.attention_place(state, layer, "attend")
     if implementation not in (None, "reference"):
@@ -173,6 +185,18 @@ def append_attend(
 
     Raises:
       ConfigError: as `append` and `attend` do.
+
+    >>> import jkv, numpy as np, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> positions, values = np.array([[0, 1, 2]], np.int32), {"kv": jnp.ones((1, 3, 2, 8))}
+    >>> out, state = jkv.append_attend(state, "attn", rows, positions, jnp.ones((1, 3, 2, 8)), values)
+    >>> out.shape
+    (1, 3, 2, 8)
     """
     # Append first: the reads below then depend on the write, and XLA need not copy the pool to keep an old one.
     state = ops.append(state, layer, rows, positions, values)

@@ -155,7 +155,14 @@ class CacheManager:
     # --- state -------------------------------------------------------------------------------------------------
 
     def init(self) -> CacheState:
-        """A fresh device state: all zeros, committed to the default device. Pass it through every step."""
+        """A fresh device state: all zeros, committed to the default device. Pass it through every step.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.init()
+        CacheState(pools=[full: 16 pages in 1 layers, 0.0 MB], max_sequences=2)
+        """
         return init_state(self.layout)
 
     @serialised
@@ -167,6 +174,14 @@ class CacheManager:
 
         Returns:
           A fresh state of the same shapes: nothing recompiles.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> state = manager.reset()
+        >>> seq.status
+        <Status.CLOSED: 'closed'>
         """
         host = self._host
         for seq in list(host.sequences):
@@ -201,6 +216,12 @@ class CacheManager:
 
         Raises:
           SequenceStateError: the state was donated to an earlier call.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.release(manager.init())  # train
+        >>> state = manager.reset()
         """
         self._check_state("release", state)
         for seq in list(self._host.sequences):
@@ -243,6 +264,13 @@ class CacheManager:
           ConfigError: no such tier in the config, or a size that could never work.
           OutOfPagesError: what sequences hold or keep does not fit. Nothing has changed.
           SequenceStateError: the state was donated to an earlier call.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state = manager.resize_tier(manager.init(), "device", pages=32)
+        >>> manager.stats().pools["full"].total
+        32
         """
         self._check_state("resize_tier", state)
         if tier == "device":
@@ -312,6 +340,13 @@ class CacheManager:
 
         Raises:
           SequenceStateError: sequences are open; nothing was dropped.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.clear()
+        >>> manager.stats().pools["full"].free
+        16
         """
         count = len(self._host.sequences)
         if count:
@@ -346,6 +381,12 @@ class CacheManager:
         Raises:
           ConfigError: bad ids, or a prompt longer than max_length.
           SequenceStateError: the device's memory was released, and not reset.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.open([3, 1, 4], priority=1)
+        <Sequence suspended row=None committed=0 length=0 capacity=0>
         """
         if self._released:
             raise SequenceStateError("open: the device's memory was released; call reset first")
@@ -364,7 +405,14 @@ class CacheManager:
 
     @serialised
     def probe(self, tokens: Any, *, scope: Scope = NO_SCOPE, max_reuse: int | None = None) -> Match:
-        """What `open` with the same arguments would reuse now. Reads only."""
+        """What `open` with the same arguments would reuse now. Reads only.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.probe([3, 1, 4]).tokens
+        0
+        """
         ids = self._prompt(tokens)
         self._check_scope(scope)
         limit = max(0, len(ids) - 1) if max_reuse is None else min(require_int("max_reuse", max_reuse, 0), len(ids))
@@ -499,6 +547,12 @@ class CacheManager:
           {group: share of the bytes}, a `CacheConfig.pool_ratio`; groups that share a pool have equal parts of it.
           None: fewer than 2,000 sequences have closed since the last `rebalance`, or each pool has what it should
           have within a factor of 1.25.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.rebalance_advice() is None  # nothing has closed yet
+        True
         """
         return advice(self._usage, self._device_bytes(), self.config, self.layout.pools, self.layout.groups)
 
@@ -518,6 +572,13 @@ class CacheManager:
         Raises:
           OutOfPagesError: what sequences hold or keep on the device does not fit. Nothing has changed.
           SequenceStateError: the state was donated to an earlier call.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state = manager.init()
+        >>> manager.rebalance(state) is state  # nothing has closed yet
+        True
         """
         self._check_state("rebalance", state)
         ratio = self.rebalance_advice()
@@ -534,7 +595,14 @@ class CacheManager:
         return state
 
     def can_ever_fit(self, prompt_length: int, new_tokens: int) -> bool:
-        """Whether an empty cache could serve this request alone: the prompt in one chunk, then token by token."""
+        """Whether an empty cache could serve this request alone: the prompt in one chunk, then token by token.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.can_ever_fit(60, 4), manager.can_ever_fit(60, 5)
+        (True, False)
+        """
         prompt = require_int("prompt_length", prompt_length, 0)
         total = prompt + require_int("new_tokens", new_tokens, 0)
         if total > self.layout.max_length:
@@ -570,6 +638,16 @@ class CacheManager:
 
         Raises:
           SequenceStateError: a sequence is not active, of another manager or listed twice, or the state was donated.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> rows
+        array([0], dtype=int32)
         """
         batch = self._batches.of("prepare", sequences)
         return self._prepared(state, batch), batch.rows.astype(np.int32)
@@ -599,6 +677,16 @@ class CacheManager:
         Raises:
           ConfigError: a count below 1, or too many tokens or sequences for every bucket.
           SequenceStateError: as `prepare`; or more tokens than a sequence has reserved.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, batch = manager.prepare_ragged(state, [seq], 5, pad_tokens=(4, 8), pad_sequences=2)
+        >>> batch.positions
+        array([ 0,  1,  2,  3,  4, -1, -1, -1], dtype=int32)
         """
         batch = self._batches.of("prepare_ragged", sequences)
         wanted = as_counts("prepare_ragged", "counts", counts, len(batch.rows), least=1)
@@ -644,6 +732,17 @@ class CacheManager:
           ConfigError: wrong counts.
           OutOfPagesError: not even an empty cache could give one what it asks for; those before it have room.
           SequenceStateError: a sequence is not active, of another manager or listed twice.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seqs = manager.init(), [manager.open([1, 2]), manager.open([3, 4])]
+        >>> [seq.resume() for seq in seqs]
+        [True, True]
+        >>> manager.reserve(seqs, 2)
+        2
+        >>> [seq.capacity for seq in seqs]
+        [2, 2]
         """
         return self._batches.reserve(sequences, counts)
 
@@ -658,6 +757,19 @@ class CacheManager:
         Raises:
           ConfigError: wrong counts.
           SequenceStateError: as `Sequence.advance`, or a sequence is listed twice. Nothing has changed then.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seqs = manager.init(), [manager.open([1, 2]), manager.open([3, 4])]
+        >>> [seq.resume() for seq in seqs]
+        [True, True]
+        >>> manager.reserve(seqs, 2)
+        2
+        >>> state, rows = manager.prepare(state, seqs)
+        >>> manager.advance(seqs, 2)
+        >>> [seq.length for seq in seqs]
+        [2, 2]
         """
         self._batches.advance(sequences, counts)
 
@@ -673,6 +785,19 @@ class CacheManager:
         Raises:
           ConfigError: wrong ids or lengths.
           SequenceStateError: as `Sequence.commit`, or a sequence is listed twice. Nothing has changed then.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seqs = manager.init(), [manager.open([1, 2]), manager.open([3, 4])]
+        >>> [seq.resume() for seq in seqs]
+        [True, True]
+        >>> manager.reserve(seqs, 2)
+        2
+        >>> state, rows = manager.prepare(state, seqs)
+        >>> manager.commit(seqs, [1, 2, 3, 4], 2)
+        >>> [seq.committed for seq in seqs]
+        [2, 2]
         """
         self._batches.commit(sequences, tokens, lengths)
 
@@ -693,7 +818,14 @@ class CacheManager:
 
     @serialised
     def stats(self) -> CacheStats:
-        """Totals since the manager was made, and what there is now."""
+        """Totals since the manager was made, and what there is now.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.stats().pools["full"].free
+        16
+        """
         host = self._host
         tiers = {"device": self._tier_stats(host.pools, self._device_bytes())}
         if self._memory is not None:
@@ -716,7 +848,17 @@ class CacheManager:
 
     @serialised
     def take_stats(self) -> CacheStats:
-        """`stats` of the time since the last call, or since the manager was made: of totals the differences."""
+        """`stats` of the time since the last call, or since the manager was made: of totals the differences.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume()
+        True
+        >>> manager.take_stats().lookups, manager.take_stats().lookups
+        (1, 0)
+        """
         now, before = self.stats(), self._taken
         self._taken = now
         for pool in self._host.tree.all_pools():
@@ -788,6 +930,11 @@ class CacheManager:
 
         Raises:
           IntegrityError: names the broken invariant.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> manager.check()
         """
         check_host(self._host)
 

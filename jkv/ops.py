@@ -302,6 +302,18 @@ def append(
 
     Raises:
       ConfigError: an unknown or recurrent layer, or one that shares another's KV; a wrong rank, shape or dtype.
+
+    >>> import jkv, numpy as np, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> positions, values = np.array([[0, 1, 2]], np.int32), {"kv": jnp.ones((1, 3, 2, 8))}
+    >>> state = jkv.append(state, "attn", rows, positions, values)
+    >>> float(jkv.gather(state, "attn", rows, 3)["kv"].sum())
+    48.0
     """
     place = _own_place("append", layer, attention_place(state, layer, "append"))
     checked, positions = check_tokens(state, rows, positions)
@@ -331,6 +343,16 @@ def gather(state: CacheState, layer: str, rows: Rows, length: int) -> dict[str, 
 
     Raises:
       ConfigError: an unknown or recurrent layer, a `length` that is no int or does not fit.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> jkv.gather(state, "attn", rows, 3)["kv"].shape
+    (1, 3, 2, 8)
     """
     place = attention_place(state, layer, "gather")
     layout = state.layout
@@ -365,6 +387,16 @@ def table_for(state: CacheState, layer: str, rows: Rows, buffer: str | None = No
 
     Raises:
       ConfigError: an unknown layer or buffer, a recurrent layer, a wrong rank or dtype.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> jkv.table_for(state, "attn", rows)[0, :2]
+    Array([1, 0], dtype=int32)
     """
     place = attention_place(state, layer, "table_for")
     parts = 1 if buffer is None else _parts(state, _known_buffer("table_for", layer, place, buffer))
@@ -392,6 +424,16 @@ def slots_for(state: CacheState, layer: str, rows: Rows) -> jax.Array:
 
     Raises:
       ConfigError: an unknown or attention layer, a wrong rank or dtype.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"ssm": jkv.RecurrentLayer({"h": jkv.Buffer((4,), jnp.float32)})}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> jkv.slots_for(state, "ssm", rows)
+    Array([1], dtype=int32)
     """
     recurrent_place(state, layer, "slots_for")
     return state.state_slots["recurrent"].at[check_rows(state, rows)].get(mode="fill", fill_value=0)
@@ -417,6 +459,17 @@ def candidate_slots(state: CacheState, layer: str, rows: Rows) -> tuple[jax.Arra
 
     Raises:
       ConfigError: an unknown or attention layer, a cache without max_drafts, a wrong rank or dtype.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"ssm": jkv.RecurrentLayer({"h": jkv.Buffer((4,), jnp.float32)})}
+    >>> config = jkv.CacheConfig(layers, 2, 64, page_size=4, max_drafts=2, tiers=jkv.DeviceTier(pages=16))
+    >>> manager = jkv.CacheManager(config)
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> [slots.shape for slots in jkv.candidate_slots(state, "ssm", rows)]
+    [(1, 3), (1, 3)]
     """
     recurrent_place(state, layer, "candidate_slots")
     if "candidates" not in state.state_slots:
@@ -456,6 +509,16 @@ def read_state(
 
     Raises:
       ConfigError: an unknown or attention layer, both or neither of rows and slots, a wrong rank or dtype.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"ssm": jkv.RecurrentLayer({"h": jkv.Buffer((4,), jnp.float32)})}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> jkv.read_state(state, "ssm", rows)["h"].shape
+    (1, 4)
     """
     place, slots = _checked_slots("read_state", state, layer, rows, slots)
     flat, out = slots.reshape(-1), {}
@@ -490,6 +553,17 @@ def write_state(
 
     Raises:
       ConfigError: an unknown or attention layer, both or neither of rows and slots; a wrong rank, shape or dtype.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"ssm": jkv.RecurrentLayer({"h": jkv.Buffer((4,), jnp.float32)})}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> state = jkv.write_state(state, "ssm", rows, {"h": jnp.ones((1, 4))})
+    >>> float(jkv.read_state(state, "ssm", rows)["h"].sum())
+    4.0
     """
     place, slots = _checked_slots("write_state", state, layer, rows, slots)
     checked = check_values("write_state", layer, "values", values, place.buffers, slots.shape)
@@ -547,6 +621,16 @@ def pool(state: CacheState, layer: str, buffer: str) -> jax.Array:
 
     Raises:
       ConfigError: an unknown layer or buffer.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> jkv.pool(state, "attn", "kv").shape
+    (17, 4, 2, 8)
     """
     place = _place(state, layer, "pool")
     declared = _known_buffer("pool", layer, place, buffer)
@@ -565,6 +649,15 @@ def with_pool(state: CacheState, layer: str, buffer: str, array: jax.Array) -> C
 
     Raises:
       ConfigError: an unknown layer or buffer, a layer that shares; another shape or dtype than `pool` gives.
+
+    >>> import jkv, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open()
+    >>> seq.resume(), seq.reserve(3)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> state = jkv.with_pool(state, "attn", "kv", jkv.pool(state, "attn", "kv") + 1)
     """
     place = _own_place("with_pool", layer, _place(state, layer, "with_pool"))
     declared = _known_buffer("with_pool", layer, place, buffer)
@@ -654,6 +747,18 @@ def import_pages(state: CacheState, plan: Mapping[str, Mapping[str, Transfer]], 
 
     Raises:
       ConfigError: a layer or a buffer that is not there, or values of another shape or dtype.
+
+    >>> import jkv, jax, jax.numpy as jnp
+    >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+    >>> state, seq = manager.init(), manager.open(range(8))
+    >>> seq.resume(), seq.resize(8, 8)
+    (True, True)
+    >>> state, rows = manager.prepare(state, [seq])
+    >>> values = {"attn": {"kv": jnp.ones((2, 4, 2, 8))}}  # as export_pages gave them elsewhere
+    >>> state = jax.jit(jkv.import_pages, donate_argnames="state")(state, seq.transfer_plan(), values)
+    >>> float(jkv.gather(state, "attn", rows, 8)["kv"].sum())
+    128.0
     """
     for layer, buffer, transfer, place in _transfers("import_pages", state, plan):
         arrays = layer_arrays(state, place)

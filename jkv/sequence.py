@@ -220,6 +220,13 @@ class Sequence(Suspension):
         Raises:
           SequenceStateError: the sequence is closed or active; or part of it was lost on its way to host memory
             (`stats().tiers["host"].failures`): close it, and open its tokens again.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.row
+        (True, 0)
         """
         host = self._host
         if self.status not in WAITING:
@@ -283,6 +290,13 @@ class Sequence(Suspension):
         Raises:
           ConfigError: no such tier in the config.
           SequenceStateError: the sequence is closed or active.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.prefetch("device")  # there is nothing yet
+        True
         """
         host = self._host
         tiers = ["device", *["host"] * (host.memory is not None), *["store"] * (host.shelf is not None)]
@@ -492,7 +506,15 @@ class Sequence(Suspension):
     # --- room --------------------------------------------------------------------------------------------------------
 
     def reserve(self, n: int) -> bool:
-        """Room for `n` more tokens: capacity = length + n. See `resize`."""
+        """Room for `n` more tokens: capacity = length + n. See `resize`.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5), seq.capacity
+        (True, True, 5)
+        """
         return self.resize(self.length + require_int("n", n, 0))
 
     def resize(self, capacity: int, length: int | None = None) -> bool:
@@ -509,6 +531,13 @@ class Sequence(Suspension):
           ConfigError: `length` below the present one, or above `capacity`.
           OutOfPagesError: not even an empty cache could give that.
           SequenceStateError: not active, or a length beyond what the last `prepare` had reserved for the step.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.resize(8), seq.resize(5), seq.capacity
+        (True, True, True, 5)
         """
         with self._host.lock:
             self._require_active("resize")
@@ -552,6 +581,17 @@ class Sequence(Suspension):
 
         Raises:
           SequenceStateError: not active, or more than the last `prepare` had reserved.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.advance(5)
+        >>> seq.length, seq.committed
+        (5, 0)
         """
         with self._host.lock:
             self._require_active("advance")
@@ -575,6 +615,17 @@ class Sequence(Suspension):
           ConfigError: ids of a wrong dtype or range, or a jax.Array.
           SequenceStateError: not active, stopped, more than the last `prepare` had reserved, or snapshot=True of
             tokens that a step in flight goes on from.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.commit([3, 1, 4, 1, 5])
+        >>> seq.length, seq.committed
+        (5, 5)
         """
         with self._host.lock:
             self._require_active("commit")
@@ -643,6 +694,15 @@ class Sequence(Suspension):
         Raises:
           ConfigError: a position out of range.
           SequenceStateError: not active, or stopped committing.
+
+        >>> import jkv
+        >>> layers = {"ssm": jkv.RecurrentLayer({"h": jkv.Buffer((4,))})}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> seq.plan_snapshots([2, 4])
+        array([2, 3], dtype=int32)
         """
         self._require_active("plan_snapshots")
         if self._stopped:
@@ -666,6 +726,18 @@ class Sequence(Suspension):
           ConfigError: more than length - committed.
           SequenceStateError: not active, a step is in flight, there is a recurrent state (it cannot be rewound), or
             window pages that the shorter length needs are gone. Nothing has changed then.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.advance(5)
+        >>> seq.rewind(2)
+        >>> seq.length
+        3
         """
         self._require_active("rewind")
         n = require_int("n", n, 0)
@@ -758,6 +830,17 @@ class Sequence(Suspension):
           ConfigError: j out of range.
           SequenceStateError: not active, more than the last `prepare` had reserved, or, with recurrent layers, no step
             in flight.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.accept(2)  # of four drafts
+        >>> seq.length
+        3
         """
         self._require_active("accept")
         j = require_int("j", j, 0)
@@ -780,6 +863,13 @@ class Sequence(Suspension):
 
         Raises:
           SequenceStateError: not active, or a step is in flight.
+
+        >>> import jkv
+        >>> layers = {"ssm": jkv.RecurrentLayer({"h": jkv.Buffer((4,))})}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.checkpoint()
+        (True, <Mark at 0>)
         """
         self._require_active("checkpoint")
         if self._in_flight:
@@ -799,6 +889,19 @@ class Sequence(Suspension):
           ConfigError: not a mark.
           SequenceStateError: not active, the mark is good no more or another sequence's, or window pages that its
             length needs are gone. Nothing has changed then.
+
+        >>> import jkv
+        >>> layers = {"ssm": jkv.RecurrentLayer({"h": jkv.Buffer((4,))})}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> mark = seq.checkpoint()
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.advance(5)
+        >>> seq.rollback(mark)
+        >>> seq.length
+        0
         """
         self._require_active("rollback")
         if not isinstance(mark, Mark):
@@ -825,6 +928,17 @@ class Sequence(Suspension):
         Raises:
           ConfigError: n below 1.
           SequenceStateError: not active, or a step is in flight.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.commit([3, 1, 4, 1, 5])
+        >>> [fork.length for fork in seq.fork(1)]
+        [5]
         """
         self._require_active("fork")
         n = require_int("n", n, 1)
@@ -953,7 +1067,22 @@ class Sequence(Suspension):
     @serialised
     def stop_committing(self) -> None:
         """No more tokens will be committed: the partial page and, if no step is in flight, the live state go to the
-        tree without a copy. A later `reserve` plans private copies of them."""
+        tree without a copy. A later `reserve` plans private copies of them.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume(), seq.reserve(5)
+        (True, True)
+        >>> state, rows = manager.prepare(state, [seq])
+        >>> seq.commit([3, 1, 4, 1, 5])
+        >>> manager.probe([3, 1, 4, 1, 5, 9]).tokens
+        4
+        >>> seq.stop_committing()
+        >>> manager.probe([3, 1, 4, 1, 5, 9]).tokens
+        5
+        """
         self._require_active("stop_committing")
         if not self._stopped:
             self._stop()
@@ -995,6 +1124,16 @@ class Sequence(Suspension):
 
         Raises:
           SequenceStateError: not active, or a step is in flight.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.resume()
+        True
+        >>> seq.suspend()
+        >>> seq.status
+        <Status.SUSPENDED: 'suspended'>
         """
         self._require_active("suspend")
         if self._in_flight:
@@ -1005,7 +1144,16 @@ class Sequence(Suspension):
 
     @serialised
     def close(self) -> None:
-        """Leaves what is committed to the tree and frees the rest. In flight, no state is left. Idempotent."""
+        """Leaves what is committed to the tree and frees the rest. In flight, no state is left. Idempotent.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state, seq = manager.init(), manager.open([3, 1, 4, 1, 5])
+        >>> seq.close()
+        >>> seq.status
+        <Status.CLOSED: 'closed'>
+        """
         if self.status is Status.CLOSED:
             return
         self._take_back()

@@ -1,6 +1,7 @@
 """The public names, and who may import what (DESIGN, sections 3 and 7)."""
 
 import ast
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def test_the_public_names():
     assert len(set(jkv.__all__)) == len(jkv.__all__)
     for name in PUBLIC:
         assert getattr(jkv, name).__module__.startswith("jkv.")
+
+
+def test_public_names_have_docstrings_with_a_snippet_that_runs():
+    """`pytest` runs them: pyproject collects the package's doctests."""
+    lacking = []
+    for name in PUBLIC:
+        documented = {name: getattr(jkv, name)}
+        if name in ("CacheManager", "Sequence"):
+            members = vars(documented[name]).items()
+            documented |= {f"{name}.{n}": f for n, f in members if inspect.isfunction(f) and not n.startswith("_")}
+        lacking += [each for each, value in documented.items() if ">>> " not in (inspect.getdoc(value) or "")]
+    assert not lacking
 
 
 def test_a_star_import_gives_them():
