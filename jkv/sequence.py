@@ -682,7 +682,8 @@ class Sequence(Suspension):
 
         A model that computes states at chunk ends anyway (SSD, chunked delta rule) writes them in the step with
         `write_state(state, layer, slots=slots, values=...)`, every recurrent layer all of them. The commit that reaches
-        a position publishes its snapshot; a step that ends before it, or does not run, frees it.
+        a position publishes its snapshot; a step that ends before it, or does not run, frees it. The slots are those of
+        now: call it again after `resize_tier` or `rebalance` has given the device's pools other sizes.
 
         Args:
           positions: lengths in (length, capacity]; call it between `reserve` and the step.
