@@ -130,9 +130,9 @@ class Eviction(Retention):
 
     def go_on_from(self, lost: Eviction) -> None:
         """This empty tree takes the place of one whose device is lost."""
-        self.epoch, self.step = lost.epoch, lost.step
-        if lost.expires_anything:
-            self.allow_expiry()
+        self.epoch, self.expiry.step = lost.epoch, lost.expiry.step
+        if lost.expiry.on:
+            self.expiry.start()
 
     def retire(self) -> None:
         """The weights are others from now on: nothing that is there now is found any more, and what nobody holds goes.
@@ -190,13 +190,14 @@ class Eviction(Retention):
     def _make_room(self, pool: PagePool, count: int) -> None:
         """Evicts until `count` pages are free: as many as are needed and no more."""
         order, spared, passed_over = pool.order, [], []
-        self.expire()
+        if self.expiry.on:
+            self.expire()
         self._rooms_in_the_making += 1
         while pool.free < count:
             if pool.evictable <= 0:
                 self._move_down_kept(pool, count - pool.free)
                 continue
-            expired = self.expires_anything and order.begins_expired()
+            expired = self.expiry.on and order.begins_expired()
             if order.unneeded and not expired:
                 (node, g), _ = order.unneeded.popitem(last=False)
                 self._drop_unneeded(node, g, pool, count - pool.free)

@@ -19,11 +19,12 @@ import numpy as np
 from jkv.config import Scope, WindowScratch
 from jkv.contents import Contents
 from jkv.eviction import Eviction
+from jkv.expiry import NEVER
 from jkv.layout import HOST, Group, Layout
 from jkv.ledger import Ledger
 from jkv.pages import Claim, PagePool, on_device
 from jkv.plan import ZERO, PlanBuilder
-from jkv.radix import HELD, NEVER, NO_SLOT, NO_TOKENS, Endpoint, Node, Root, node_of, pages_on, path_to, shared_tokens
+from jkv.radix import HELD, NO_SLOT, NO_TOKENS, Endpoint, Node, Root, node_of, pages_on, path_to, shared_tokens
 from jkv.sizing import Usage
 from jkv.stats import ALLOCATED, COPIED, PER_GROUP, SKIPPED, TAKEN, Work
 
@@ -380,8 +381,8 @@ class Holdings:
     def _renew(self, source: Node | None = None) -> None:
         """What is on our path, the endpoint that we came from or left, and `source` are used now."""
         tree = self._host.tree
-        if tree.expires_anything and self._node is not None:
-            until = NEVER if self._ttl is None else tree.step + self._ttl
+        if tree.expiry.on and self._node is not None:
+            until = NEVER if self._ttl is None else tree.expiry.step + self._ttl
             for node in path_to(self._node):
                 tree.renew(node, until)
             if source is not None:
@@ -565,15 +566,16 @@ class Holdings:
             for start, end in self._live_ranges(group, first, stop):
                 tree.change_window(node, group.ordinal, start, end, amount)
 
-    def _slide(self) -> None:
-        """Pages that left a window leave the sequence. By committed length, so that a rewind finds its window."""
+    def _slide(self, length: int | None = None) -> None:
+        """Pages that left a window by `length` leave the sequence.
+
+        By default that is the committed length, so that a rewind finds its window.
+        """
         tree = self._host.tree
         if not tree.windows:
             return
-        self._slide_to(self._length if self._stopped else min((self._committed, *self._pending)))
-
-    def _slide_to(self, length: int) -> None:
-        tree = self._host.tree
+        if length is None:
+            length = self._length if self._stopped else min((self._committed, *self._pending))
         for group in tree.windows:
             g = group.ordinal
             first = self._live_from[g]

@@ -399,7 +399,7 @@ class CacheManager:
         seq = Sequence(self._host, ids, scope, int(priority), max_reuse, retry)
         if ttl is not None:
             seq._ttl = require_int("ttl", ttl, 1)
-            self._host.tree.allow_expiry()
+            self._host.tree.expiry.start()
         self._host.sequences[seq] = None
         return seq
 
@@ -707,7 +707,7 @@ class CacheManager:
         self._check_state("prepare", state)
         if self._host.candidates is not None:
             self._batches.show_candidates(batch)
-        self._host.tree.step += 1
+        self._host.tree.expiry.step += 1
         for pool in self._host.pools:
             pool.note_peak()
         state = self._carried_out(state)

@@ -31,11 +31,11 @@ import numpy as np
 from sortedcontainers import SortedList
 
 from jkv.config import Scope
+from jkv.expiry import NEVER
 from jkv.layout import HOST, Group, Layout
 
 _position = attrgetter("position")
 NO_SLOT = 0
-NEVER = 2**62  # a step, or a length, that is not reached
 MAX_TIES = 8  # siblings looked at in each direction
 NO_TOKENS = np.empty(0, np.int32)
 HELD = 1

@@ -16,14 +16,14 @@ evicted, bit by bit: counting is enough to know beforehand whether a request for
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jkv.expiry import NEVER, Expiry
 from jkv.layout import HOST, Group, Layout
 from jkv.pages import EXPIRED, Claim, PagePool, on_device
-from jkv.radix import HELD, HOLDS, KEPT, NEEDED, NEVER, NO_SLOT, STAYS, Endpoint, Node, RadixTree, grown, path_to, spans
+from jkv.radix import HELD, HOLDS, KEPT, NEEDED, NO_SLOT, STAYS, Endpoint, Node, RadixTree, grown, path_to, spans
 
 
 class Retention(RadixTree):
@@ -48,9 +48,7 @@ class Retention(RadixTree):
         self.endpoint_orders = [pool.order for ordinal in sorted(ranked) for pool in self.tiers(pools[ordinal])]
         self.full_orders = [] if self.full is None else [pool.order for pool in self.tiers(self.full_pool)]
         self.snapshots_evicted = 0
-        self.step = 0  # prepared so far
-        self._first_expiry = NEVER  # of new nodes and endpoints; 0 once somebody uses a time to live
-        self._expiries: list[tuple[int, int, Node | Endpoint]] = []  # a heap: step, serial, item
+        self.expiry = Expiry()
         self.kept_paths = 0  # suspended sequences, and arrivals
         self._one_hold = np.full(layout.max_pages, HELD, np.int64)
 
@@ -85,7 +83,7 @@ class Retention(RadixTree):
         """
         asleep = how == KEPT
         node = self._add_child(parent, tokens)
-        node.priority, node.expires = priority, self._first_expiry
+        node.priority, node.expires = priority, self.expiry.first
         node.holders, node.keepers = int(not asleep), int(asleep)
         for group, pool, places in zip(self.groups, self.group_pools, pages, strict=True):
             node.pages.append(places.copy())
@@ -436,7 +434,7 @@ class Retention(RadixTree):
     def add_endpoint(self, node: Node, position: int, slot: int, priority: int) -> Endpoint:
         """Leaves `position` resumable; `slot` (or NO_SLOT) becomes the tree's."""
         endpoint = Endpoint(node, position, slot, priority)
-        endpoint.expires = self._first_expiry
+        endpoint.expires = self.expiry.first
         node.endpoints.insert(node.endpoints_upto(position), endpoint)
         self._mark(endpoint)
         for group in self.windows:
@@ -469,8 +467,9 @@ class Retention(RadixTree):
         endpoint.priority = max(endpoint.priority, priority)
         if self.endpoint_orders:
             gain = self._gain(endpoint.node, endpoint.position)
+            rank = endpoint.priority if endpoint.expires > self.expiry.step else EXPIRED
             for order in self.endpoint_orders:
-                order.put(endpoint, self._rank(endpoint), gain)
+                order.put(endpoint, rank, gain)
 
     def extended(self, endpoint: Endpoint, by: Endpoint) -> None:
         """A sequence that went on from `endpoint` left the next one: `endpoint` may be superseded now."""
@@ -572,34 +571,20 @@ class Retention(RadixTree):
 
     # --- time to live ------------------------------------------------------------------------------------------
 
-    def allow_expiry(self) -> None:
-        """Somebody uses a time to live: from now on `renew` is called whenever something is used."""
-        self._first_expiry = 0
-
-    @property
-    def expires_anything(self) -> bool:
-        """Whether somebody uses a time to live."""
-        return self._first_expiry == 0
-
     def renew(self, item: Node | Endpoint, until: int) -> None:
         """`item` is used now, by one who wants it kept up to step `until`, or NEVER."""
         if until > item.expires:
-            expired = item.expires <= self.step
+            expired = item.expires <= self.expiry.step
             item.expires = until
             if until < NEVER:
-                self._serial += 1
-                heapq.heappush(self._expiries, (until, self._serial, item))
+                self.expiry.note(item, until)
             if expired:
                 self._rank_anew(item)
 
-    def _rank(self, item: Node | Endpoint) -> int:
-        return item.priority if item.expires > self.step else EXPIRED
-
     def expire(self) -> None:
         """Ranks what has outlived its time below everything else."""
-        while self._expiries and self._expiries[0][0] <= self.step:
-            _, _, item = heapq.heappop(self._expiries)
-            if item.expires <= self.step:
+        for item in self.expiry.due():
+            if item.expires <= self.expiry.step:
                 self._rank_anew(item)
 
     def _rank_anew(self, item: Node | Endpoint) -> None:
@@ -681,7 +666,8 @@ class Retention(RadixTree):
             return
         if self.dead_pages(node, pool):
             order.unneeded[(node, self.full)] = None
-        order.put(node, self._rank(node), self._leaf_gain(node, pool), level)
+        rank = node.priority if node.expires > self.expiry.step else EXPIRED
+        order.put(node, rank, self._leaf_gain(node, pool), level)
 
     def leaf_end(self, node: Node, pool: PagePool) -> int:
         """Where the pages that `node` has in the tier of `pool` end, in full-attention pages of the node."""

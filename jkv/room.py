@@ -68,7 +68,7 @@ class Room(Holdings):
             fresh[group.pool] += len(columns[-1])
         if not self._make_possible(fresh, self._is_lending):
             return False
-        self._slide_to(length)
+        self._slide(length)
         for group, at in zip(tree.groups, columns, strict=True):
             self._roomy_table(group.ordinal, new)[at] = self._take(group, len(at))
             self._mark(group.ordinal, old, new)

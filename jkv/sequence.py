@@ -29,12 +29,13 @@ import numpy as np
 from jkv.arrivals import Arrival, Find, Search, begin, end, leave, look_up
 from jkv.config import Scope, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
+from jkv.expiry import NEVER
 from jkv.holdings import Host
-from jkv.radix import HELD, NEVER, NO_SLOT, Endpoint, Hit, Match, Node, Root, node_of, path_to
+from jkv.radix import HELD, NO_SLOT, Endpoint, Hit, Match, Node, Root, node_of, path_to
 from jkv.routing import new_digest
 from jkv.serial import serialised
 from jkv.speculation import Mark
-from jkv.stats import COPIED, LIMITED, LOST, MISSED, PARTIAL, PER_GROUP, SKIPPED, TIERS, WHOLE, WorkStats
+from jkv.stats import COPIED, LIMITED, LOST, MISSED, PARTIAL, PER_GROUP, REUSED, TIERS, WHOLE, WorkStats
 from jkv.suspension import Suspension
 from jkv.transfer import Transfer, padded
 
@@ -475,8 +476,8 @@ class Sequence(Suspension):
     def _count_lookup(self, match: Match, with_state: bool) -> None:
         """Counts the first resume, which has just made its private copies."""
         work, length, whole = self._work, match.tokens, self._published
-        page_size = self._host.layout.page_size
-        work.totals[: SKIPPED + 1] = 1, int(length > 0), len(self._prompt), length, 0, 0
+        page_size, pages = self._host.layout.page_size, self._work.pages
+        work.totals[: REUSED + 1] = 1, 1 if length else 0, len(self._prompt), length
         for tier, count in match.tier_tokens.items():
             work.totals[TIERS[tier]] = count
         missed = self._num_pages(len(self._prompt)) - self._num_pages(length)
@@ -485,18 +486,16 @@ class Sequence(Suspension):
             if group.window is not None:
                 live = min(self._live_from[group.ordinal], whole)
                 found += min(group.sink_pages(page_size), live) - live
-            work.pages[at + WHOLE], work.pages[at + PARTIAL], work.pages[at + MISSED] = (
-                found,
-                work.pages[at + COPIED],
-                missed,
-            )
+            pages[at + WHOLE] = found
+            pages[at + PARTIAL] = pages[at + COPIED]
+            pages[at + MISSED] = missed
         if self._host.tree.recurrent:
-            work.pages[-PER_GROUP + (MISSED if not with_state else PARTIAL if length % page_size else WHOLE)] = 1
+            pages[-PER_GROUP + (MISSED if not with_state else PARTIAL if length % page_size else WHOLE)] = 1
         if match.limited_by is not None:
             ordinal = next(g.ordinal for g in self._host.layout.groups if g.name == match.limited_by)
             upper = min(match.raw_tokens - self._host.layout.config.reuse_backoff, self._max_reuse)
-            work.pages[PER_GROUP * ordinal + LIMITED] = 1
-            work.pages[PER_GROUP * ordinal + LOST] = upper - length
+            pages[PER_GROUP * ordinal + LIMITED] = 1
+            pages[PER_GROUP * ordinal + LOST] = upper - length
 
     @property
     def stats(self) -> WorkStats:
