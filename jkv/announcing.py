@@ -6,6 +6,7 @@ Tails are not announced: they are reused by partial matches, which events say no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from jkv.eviction import Eviction, Shelf
 from jkv.layout import HOST, Layout
 from jkv.pages import PagePool
 from jkv.plan import PlanBuilder
-from jkv.radix import HELD, NO_SLOT, Endpoint, Node, path_to, spans
+from jkv.radix import NO_SLOT, Endpoint, Node, path_to, spans
 from jkv.tiers.keys import Contents, page_name, parse_name, plain_ids, tail_name
 
 RECURRENT = "recurrent"
@@ -100,16 +101,8 @@ class Announcing(Eviction):
         if self.shelf is not None and place > 0 and not self.shelf.has(group, name):
             self._leaving[group, name] = parse_name(name)[0]
 
-    def attach(
-        self,
-        parent: Node,
-        tokens: np.ndarray,
-        pages: Sequence[np.ndarray],
-        live_from: Sequence[int],
-        priority: int,
-        how: int = HELD,
-    ) -> Node:
-        node = super().attach(parent, tokens, pages, live_from, priority, how)
+    def attach(self, *args: Any, **options: Any) -> Node:
+        node = super().attach(*args, **options)
         self._announce(node, range(self.num_pages(node)))
         return node
 

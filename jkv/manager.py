@@ -374,9 +374,9 @@ class CacheManager:
           priority: what it commits is evicted after everything of lower priority.
           max_reuse: most tokens to reuse; None: n - 1, since a model needs one token to produce logits.
           retry: this work was done before and preempted: its lookup is not counted as one.
-          ttl: steps (calls of `prepare` or `prepare_ragged`) after whose last use what this sequence left or reused is
-            the first to go when room is needed; it can be found until then, and every use renews it: the longer time
-            counts. None: no limit.
+          ttl: steps, calls of `prepare` or `prepare_ragged`, after which what this sequence left or reused, and nobody
+            has used since, is the first to go when room is needed. Until it goes it is found as ever. Of several who
+            used it the longest time counts. None: no limit.
 
         Raises:
           ConfigError: bad ids, or a prompt longer than max_length.
@@ -545,8 +545,8 @@ class CacheManager:
 
         Returns:
           {group: share of the bytes}, a `CacheConfig.pool_ratio`; groups that share a pool have equal parts of it.
-          None: fewer than 2,000 sequences have closed since the last `rebalance`, or each pool has what it should
-          have within a factor of 1.25.
+          None: fewer than 2,000 sequences have closed since the last `rebalance`, each pool has what it should have
+          within a factor of 1.25, or a sequence of max_length would not fit these bytes.
 
         >>> import jkv
         >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}

@@ -558,7 +558,7 @@ class Sequence(Suspension):
             if beyond:
                 if not self._fit_beyond(capacity, length):
                     return False
-                self._capacity = self._reserved = capacity
+                self._capacity, self._reserved = capacity, length
                 self._move_to(length)
                 return True
             if not self._fit(capacity, length if length > self._length else capacity):

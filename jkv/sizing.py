@@ -296,7 +296,7 @@ class Usage:
 def advice(
     usage: Usage, budget: int, config: CacheConfig, pools: Sequence[Pool], groups: Sequence[Group]
 ) -> dict[str, float] | None:
-    """The pool_ratio that fits what closed sequences used; None: too few of them, or no pool is far off.
+    """The pool_ratio that fits what closed sequences used; None: too few of them, no pool is far off, or none fits.
 
     Args:
       budget: bytes of the device's pools.
@@ -305,7 +305,10 @@ def advice(
     if usage.count < ENOUGH:
         return None
     typical = dataclasses.replace(config, typical=usage.typical(), pool_ratio=None)
-    counts = _split_bytes(budget, _must_fit(typical, pools, groups), typical, pools, groups)
+    try:
+        counts = _split_bytes(budget, _must_fit(typical, pools, groups), typical, pools, groups)
+    except ConfigError:
+        return None
     live = [config.max_sequences if pool.recurrent else 0 for pool in pools]
     pairs = [(max(1, n - least), max(1, p.num_pages - least)) for n, p, least in zip(counts, pools, live, strict=True)]
     if all(max(a, b) <= OFF * min(a, b) for a, b in pairs):

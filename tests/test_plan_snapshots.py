@@ -435,3 +435,17 @@ def test_plan_verify_steps_drop_what_they_did_not_reach():
     run.accept(1)
     assert w.pool("recurrent").private <= 2  # live, @5; nothing at 7
     w.flush()
+
+
+def test_after_another_size_the_slots_are_asked_for_again():
+    w = World("full recurrent", page_size=4, pages=24)
+    for i in range(6):
+        w.turn(tokens(4, f"taken {i}"))
+    run = w.start(tokens(12))
+    assert run.reserve(12)
+    (slot,) = run.seq.plan_snapshots([8]).tolist()
+    assert slot > 5
+    w.state = w.manager.resize_tier(w.state, "device", pages={"full": 24, "recurrent": 5})
+    (again,) = run.seq.plan_snapshots([8]).tolist()
+    assert 0 < again <= 5 and run.seq._pending == {8: again}
+    w.manager.check()

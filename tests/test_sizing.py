@@ -326,3 +326,12 @@ def test_rebalance_without_room_changes_nothing():
     with w.unchanged(), pytest.raises(jkv.OutOfPagesError, match="in use"):
         w.rebalance()
     assert w.manager.rebalance_advice() == advice
+
+
+def test_no_advice_where_the_longest_sequence_would_not_fit():
+    """Pages may be fewer than that; a split of bytes may not."""
+    w = World("full window:8", pages=6, max_length=64)
+    used(w.manager, 3000, 64, 64)
+    assert w.manager.rebalance_advice() is None
+    state = w.state
+    assert w.manager.rebalance(state) is state

@@ -90,6 +90,18 @@ def test_windows_take_no_pages_for_what_is_out_of_them():
     w.check()
 
 
+def test_room_beyond_what_was_written_needs_a_prepare():
+    w = World("full", page_size=4)
+    run = w.start(tokens(12))
+    assert run.seq.resize(12, 8)
+    with pytest.raises(jkv.SequenceStateError):
+        run.seq.advance(1)
+    w.state, _ = w.manager.prepare(w.state, [run.seq])
+    run.seq.advance(1)
+    run.seq.close()
+    w.check()
+
+
 @pytest.mark.parametrize("groups", ["full", "full window:8", "full window:8 recurrent"])
 def test_without_room_nothing_changes(groups):
     w = World(groups, page_size=4, pages=5, max_length=64)
