@@ -624,5 +624,6 @@ class Eviction(Retention):
                     self.tier_of(self.state_pool, endpoint.slot).tree -= 1
                     self.free_one(self.state_pool, endpoint.slot)
         self.roots.clear()
+        self.expiry.clear()
         for pool in self.all_pools():
             pool.order.clear()

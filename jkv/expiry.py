@@ -39,6 +39,10 @@ class Expiry:
         self._notes += 1
         heapq.heappush(self._heap, (step, self._notes, item))
 
+    def clear(self) -> None:
+        """Nothing of it is there any more; time goes on."""
+        self._heap.clear()
+
     def due(self) -> Any:
         """Takes out what may have expired by now."""
         while self._heap and self._heap[0][0] <= self.step:

@@ -518,6 +518,8 @@ class RadixTree:
             if last is not None and self._fit(path, exact) == exact:
                 return exact, path, last if with_state else None
         limit = min(covered, upper)
+        if not self.partial_reuse:  # a store may know more than the path shares, which may end inside a page
+            limit -= limit % page_size
         best, endpoint = self._fit_state(path, limit) if with_state else (self._fit(path, limit), None)
         best_path = path
         for depth in range(len(path) - 1, -1, -1):

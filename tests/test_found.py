@@ -371,3 +371,21 @@ def test_s43_counts_a_suspended_sequences_own_pages_once():
     a.advance()
     w.flush()
     assert not b.resume()  # 195 of 200 pages are stuck without b's own: more than 0.97
+
+
+def test_whole_pages_alone_where_the_store_knows_more_than_the_tree(tmp_path):
+    """The tree's branch left the prompt inside a page, beyond which the store had the prompt's own."""
+    w = World("full", page_size=4, pages=5, host=4, max_length=16, partial_reuse=False, store=jkv.StoreTier(tmp_path))
+    prompt = tokens(12)
+    w.turn(prompt)
+    for i in range(3):
+        w.turn(tokens(16, i))
+    w.flush()
+    w.settle()
+    assert w.probe(prompt).tier_tokens == {"store": 12}
+    w.turn(join(prompt[:6], fresh(6)), max_reuse=0)
+    match = w.probe(prompt, max_reuse=11)
+    assert match.raw_tokens == 12 and match.tokens % 4 == 0
+    run = w.open(prompt, max_reuse=7)
+    run.arrive()
+    assert run.reused == 4

@@ -244,6 +244,15 @@ def test_it_survives_a_reset():
     assert w.probe(tokens(8, "b")).tokens == 8
 
 
+def test_what_was_cleared_does_not_expire():
+    w = World("full", page_size=4, pages=6, max_length=24)
+    w.turn(tokens(8), ttl=2)
+    w.manager.clear()
+    steps(w, 5)
+    for i in range(3):
+        w.turn(tokens(16, i))
+
+
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "1"])
 def test_bad_times(bad):
     w = World("full")

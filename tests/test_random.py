@@ -4,6 +4,7 @@ With one, two and three tiers. `pytest tests/test_random.py --random-steps 5000 
 elsewhere.
 """
 
+import contextlib
 import pathlib
 
 import numpy as np
@@ -121,6 +122,14 @@ ALPHABET = 3
 SCOPES = (jkv.Scope(), jkv.Scope(salt=0))
 
 
+def sized(world, tier):
+    """(group, pages) of a tier; of what groups share each gets a part."""
+    for name, pool in world.manager.stats().tiers[tier].pools.items():
+        groups = name.split(",")
+        for i, group in enumerate(groups):
+            yield group, pool.total // len(groups) + (i < pool.total % len(groups))
+
+
 def common_prefix(a, b):
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
@@ -179,6 +188,8 @@ class Driver:
         self.log = []
         self.seen = [np.zeros(0, np.int32)]
         self.longest = self.w.config.max_length
+        self.sizes = {tier: dict(sized(self.w, tier)) for tier in self.tiers if tier != "store"}
+        self.drops = []
 
     def note(self, text, *values):
         self.log.append(f"{text} {' '.join(map(str, values))}")
@@ -223,7 +234,8 @@ class Driver:
         prompt, scope = self.prompt(), SCOPES[int(self.chance(0.2))]
         max_reuse = [None, None, len(prompt), 0, len(prompt) // 2][self.rng.integers(5)]
         self.note("open", prompt.tolist(), f"max_reuse={max_reuse} salt={scope.salt}")
-        run = Run(self.w, prompt, scope=scope, max_reuse=max_reuse, retry=self.chance(0.1))
+        ttl = [None, None, 3, 20][self.rng.integers(4)] if "epoch" in self.ops else None
+        run = Run(self.w, prompt, scope=scope, max_reuse=max_reuse, retry=self.chance(0.1), ttl=ttl)
         run.max_reuse = max(0, len(prompt) - 1) if max_reuse is None else max_reuse
         run.planned, run.flying, run.reserved = [], False, 0
         if self.chance(0.8):
@@ -425,6 +437,27 @@ class Driver:
         self.w.reset()
         assert all(pool.tree == pool.private == 0 for pool in self.w.pools().values())
 
+    def op_resize_tier(self):
+        """Between two sizes, so that steps compile seldom."""
+        tier = self.pick(list(self.sizes))
+        more = 3 * int(self.rng.integers(2))
+        self.note("resize_tier", tier, f"+{more}")
+        with contextlib.suppress(jkv.OutOfPagesError):
+            self.w.resize_tier(tier, pages={group: pages + more for group, pages in self.sizes[tier].items()})
+
+    def op_epoch(self):
+        """Other weights, or with a store perhaps those of before."""
+        name = "other" if self.w.manager.config.model == self.w.config.model else self.w.config.model
+        self.note("new_epoch", name)
+        self.w.manager.new_epoch(name)
+        self.w.check()
+
+    def op_drop(self):
+        if self.drops:
+            self.note("drop")
+            self.drops.pop(self.rng.integers(len(self.drops))).drop()
+            self.w.check()
+
     def op_restart(self):
         killed = self.chance(0.3)
         self.note("restart", "killed" * killed)
@@ -473,6 +506,7 @@ class Driver:
         if run.started and not run.flying and not run.ended and run.seq.length == run.seq.committed:
             run.planned.append(run.seq.length)
         run.close()
+        self.drops = [*self.drops[-7:], run.seq.plan_drop()]
         if run.started:
             self.model.publish(run)
             if len(run.held):
@@ -528,7 +562,10 @@ OPS = {
     "suspend": 1.5, "stop_committing": 0.5, "close": 3, "flush": 0.5, "drain": 0.3,
 }  # fmt: skip
 
-HOST_OPS = {**OPS, "suspend": 4, "resume": 4, "prefetch": 1, "pace": 0.5, "reset": 0.1}
+HOST_OPS = {
+    **OPS, "suspend": 4, "resume": 4, "prefetch": 1, "pace": 0.5, "reset": 0.1, "resize_tier": 0.2, "epoch": 0.1,
+    "drop": 1,
+}  # fmt: skip
 STORE_OPS = {**HOST_OPS, "restart": 0.2}
 
 Run.checked = False
