@@ -378,14 +378,15 @@ def test_whole_pages_alone_where_the_store_knows_more_than_the_tree(tmp_path):
     w = World("full", page_size=4, pages=5, host=4, max_length=16, partial_reuse=False, store=jkv.StoreTier(tmp_path))
     prompt = tokens(12)
     w.turn(prompt)
-    for i in range(3):
+    for i in range(5):
         w.turn(tokens(16, i))
     w.flush()
     w.settle()
     assert w.probe(prompt).tier_tokens == {"store": 12}
     w.turn(join(prompt[:6], fresh(6)), max_reuse=0)
-    match = w.probe(prompt, max_reuse=11)
-    assert match.raw_tokens == 12 and match.tokens % 4 == 0
-    run = w.open(prompt, max_reuse=7)
+    host = w.manager._host
+    hit = host.tree.match(host.root(jkv.Scope()), prompt, 12, known=12)  # without what is read from the store
+    assert (hit.match.tokens, hit.match.raw_tokens) == (4, 12)
+    run = w.open(prompt, max_reuse=12)
     run.arrive()
-    assert run.reused == 4
+    assert run.reused == 12
