@@ -220,6 +220,14 @@ class Announcing(Eviction):
         if self.shelf is not None:
             self._unseen = self.shelf.watch()
 
+    def _announce_anew(self) -> None:
+        """Everything is gone, and here again."""
+        self.forget()
+        for node in self.nodes():
+            self._announce(node, range(self.num_pages(node)))
+            for endpoint in node.endpoints:
+                self._announce_snapshot(endpoint)
+
     def look_into_store(self, settled: bool) -> None:
         """Announces what came into the store, or left it, since the last time.
 
@@ -227,7 +235,10 @@ class Announcing(Eviction):
         """
         if self.shelf is None:
             return
-        names, self._unseen = [*self._unseen, *self.shelf.take_changes()], []
+        changes = self.shelf.take_changes()
+        if changes is None:
+            self._announce_anew()
+        names, self._unseen = [*self._unseen, *(changes or ())], []
         if settled:
             names += self._leaving
             self._leaving.clear()

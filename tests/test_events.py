@@ -6,6 +6,7 @@ from oracle import World, fresh, join, said, tokens
 from test_random import CONFIGS, HOST_CONFIGS, HOST_OPS, OPS, STORE_CONFIGS, STORE_OPS, Driver, drive
 
 import jkv
+import jkv.tiers.index
 from jkv.events import Event, Journal
 from jkv.tiers.keys import page_digests, root_digest, tail_digest
 
@@ -141,6 +142,21 @@ def test_s55_what_another_process_removes_is_gone(tmp_path):
     store.resize(1)
     store.flush()
     assert not listen(w).known
+
+
+def test_too_many_changes_of_the_store_are_announced_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(jkv.tiers.index, "MOST_CHANGED", 3)
+    w = World("full recurrent", page_size=4, pages=8, host=8, max_length=24, store=jkv.StoreTier(tmp_path), events=1000)
+    listen(w)
+    for i in range(6):
+        w.turn(tokens(12, i), [8, 4], snapshot=True)
+        w.flush()
+        w.settle()
+    events = w.manager.take_events()
+    assert [event.kind for event in events].count("cleared") == 1
+    w.listener.hear(events)
+    listen(w, [(jkv.Scope(), tokens(12, i)) for i in range(6)])
+    assert {event.tier for event in w.listener.known.values()} == {"device", "host", "store"}
 
 
 def test_clear_and_reset_say_so():

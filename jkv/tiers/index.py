@@ -25,6 +25,7 @@ from jkv.tiers.values import KEY, Damaged
 
 ORDER = struct.Struct("<8sI")
 ORDER_MAGIC = b"jkv ord1"
+MOST_CHANGED = 65_536
 Order = tuple[np.ndarray, np.ndarray]  # marks, times of last use
 
 
@@ -49,7 +50,7 @@ class Index:
       entries: {key: Entry}, oldest first. (Of a plain dict, finding the first after many removals is a scan.)
       bytes: of all entries.
       changes: since the order was last encoded.
-      changed: keys that came or went since it was last emptied; None: nobody asks.
+      changed: keys that came or went since it was last emptied; None: nobody asks, or they have become too many.
 
     >>> index = Index()
     >>> for name in ("0" * 64, "1" * 64):
@@ -88,6 +89,8 @@ class Index:
         self.bytes += size
         if self.changed is not None:
             self.changed.append(key)
+            if len(self.changed) > MOST_CHANGED:
+                self.changed = None
         family, tail = tail_of(key)
         if tail is not None:
             self._tails.setdefault(family, set()).add(tail)
@@ -109,6 +112,8 @@ class Index:
         self.changes += 1
         if self.changed is not None:
             self.changed.append(key)
+            if len(self.changed) > MOST_CHANGED:
+                self.changed = None
         family, tail = tail_of(key)
         if tail is not None:
             self._tails[family].discard(tail)

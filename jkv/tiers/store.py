@@ -239,11 +239,11 @@ class Store:
             self._index.changed = []
             return self._named(self._index.entries)
 
-    def take_changes(self) -> list[tuple[str, str]]:
-        """(group, name) of entries that came or went since the last call, or since `watch`."""
+    def take_changes(self) -> list[tuple[str, str]] | None:
+        """(group, name) of entries that came or went since the last call, or since `watch`; None: too many to tell."""
         with self._lock:
-            keys, self._index.changed = self._index.changed or [], []
-        return self._named(keys)
+            keys, self._index.changed = self._index.changed, []
+        return None if keys is None else self._named(keys)
 
     def _named(self, keys: Iterable[str]) -> list[tuple[str, str]]:
         groups = {form.prefix: group for group, form in self._formats.items()}
