@@ -22,6 +22,7 @@ What the tree holds, needs and gives up is `retention.py`'s business. NumPy only
 from __future__ import annotations
 
 import dataclasses
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -92,6 +93,14 @@ class Match:
         None: the prompt ends before that page does. Hashed when asked for.
         """
         return None if self.new_digest is None else self.new_digest()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # `new_digest` knows the tree
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return Match, (*values[:-1], functools.partial(_itself, self.first_new_digest))
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class Endpoint:

@@ -1,5 +1,7 @@
 """Digests for routers: block_digests, probe_digests, first_new_digest."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -140,6 +142,16 @@ def test_first_new_digest_is_the_first_page_that_is_committed(store, tmp_path):
     assert w.manager.probe(prompt).first_new_digest is None  # no whole page is left
     assert w.manager.probe(tokens(3)).first_new_digest is None
     assert jkv.Match().first_new_digest is None
+
+
+def test_matches_can_be_sent():
+    w = World("full", page_size=4)
+    w.turn(tokens(8))
+    match = w.manager.probe(join(tokens(8), fresh(4)))
+    sent = pickle.loads(pickle.dumps(match))
+    assert sent == match and sent.first_new_digest == match.first_new_digest
+    assert copy.deepcopy(match).first_new_digest == match.first_new_digest
+    assert pickle.loads(pickle.dumps(jkv.Match())) == jkv.Match()
 
 
 def test_first_new_digest_outlives_its_images():
