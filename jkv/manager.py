@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -841,7 +841,7 @@ class CacheManager:
             snapshots_evicted=self._snapshots_evicted + host.tree.snapshots_evicted,
             evicted_pages=tiers["device"].evicted,
             pools=tiers["device"].pools,
-            tiers=MappingProxyType(tiers),
+            tiers=tiers,
             active=host.active,
             suspended=suspended,
         )
@@ -863,7 +863,7 @@ class CacheManager:
         self._taken = now
         for pool in self._host.tree.all_pools():
             pool.peak = 0
-        return now if before is None else since(now, before)
+        return copy.deepcopy(now) if before is None else since(now, before)
 
     def _work_of(self, closed: Work) -> Work:
         """`closed`, and what open sequences did."""
@@ -885,11 +885,11 @@ class CacheManager:
         return TierStats(
             bytes=used,
             limit=limit,
-            pools=MappingProxyType({pool.name: _pool_stats(pool) for pool in pools}),
-            evicted=MappingProxyType({name: each.evicted for name, each in moves.items()}),
-            offloaded=MappingProxyType({name: each.offloaded for name, each in moves.items()}),
-            onboarded=MappingProxyType({name: each.onboarded for name, each in moves.items()}),
-            failures=MappingProxyType(dict(failures or {})),
+            pools={pool.name: _pool_stats(pool) for pool in pools},
+            evicted={name: each.evicted for name, each in moves.items()},
+            offloaded={name: each.offloaded for name, each in moves.items()},
+            onboarded={name: each.onboarded for name, each in moves.items()},
+            failures=dict(failures or {}),
         )
 
     @serialised

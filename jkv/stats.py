@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from jkv.layout import Layout
@@ -66,7 +65,7 @@ class TierStats:
     @property
     def dropped(self) -> Mapping[str, int]:
         """{pool: of those evicted, those that did not move down; the store may have them}."""
-        return MappingProxyType({pool: count - self.offloaded[pool] for pool, count in self.evicted.items()})
+        return {pool: count - self.offloaded[pool] for pool, count in self.evicted.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +169,7 @@ class CacheStats(WorkStats):
 def since(now: Any, before: Any) -> Any:
     """`now` less `before`: numbers, mappings of them, or dataclasses in which what is of NOW stays."""
     if isinstance(now, Mapping):
-        return MappingProxyType(
-            {key: since(value, before[key]) if key in before else value for key, value in now.items()}
-        )
+        return {key: since(value, before[key]) if key in before else value for key, value in now.items()}
     if isinstance(now, int):
         return now - before
     changes = {
@@ -226,10 +223,10 @@ class Work:
             "hits": self.totals[HITS],
             "looked_up_tokens": self.totals[LOOKED_UP],
             "reused_tokens": self.totals[REUSED],
-            "tier_tokens": MappingProxyType({tier: self.totals[at] for tier, at in TIERS.items() if self.totals[at]}),
-            "limited_by": MappingProxyType(limited_by),
-            "lost_tokens": MappingProxyType(lost),
-            "groups": MappingProxyType(groups),
+            "tier_tokens": {tier: self.totals[at] for tier, at in TIERS.items() if self.totals[at]},
+            "limited_by": limited_by,
+            "lost_tokens": lost,
+            "groups": groups,
             "snapshots_taken": self.totals[TAKEN],
             "snapshots_skipped": self.totals[SKIPPED],
         }
