@@ -242,3 +242,49 @@ def test_lists_are_padded_to_powers_of_two(n, size):
     values = padded(np.arange(1, n + 1))
     assert len(values) == size and values.dtype == np.int32
     assert values[:n].tolist() == list(range(1, n + 1)) and set(values[n:].tolist()) <= {-1}
+
+
+def arrive(w, run, new):
+    """`new` is written by something else, as an import does; False: no room."""
+    length = len(run.held) + len(new)
+    if not run.seq.resize(length, length):
+        return False
+    w.check()
+    w.state, _ = w.manager.prepare(w.state, [run.seq])
+    w.fetch()
+    w.verify = lambda *args: None  # between the write and what the oracle knows of it
+    run.write(new)
+    del w.verify
+    run.held, run.flight, run.least = run.written, run.flight[:0], length
+    w.fetch()
+    w.verify()
+    return True
+
+
+@pytest.mark.parametrize("host", [None, 20])
+@pytest.mark.parametrize("groups", ["full window:6", "full window:5+3 recurrent"])
+def test_random_traffic_with_arrivals(groups, host):
+    w = World(groups, pages=30, max_length=60, host=host)
+    generator, arrived = np.random.default_rng(3), 0
+    for _ in range(60):
+        active = [run for run in w.runs if run.seq.status == "active"]
+        choice, run = generator.integers(6), active[generator.integers(len(active))] if active else None
+        if run is None or (choice == 0 and len(w.runs) < 4):
+            w.open(generator.integers(0, 2, generator.integers(1, 25)).astype(np.int32)).resume()
+        elif choice in (1, 2) and run.seq.length == run.seq.capacity and len(run.held) < 45:
+            arrived += arrive(w, run, generator.integers(0, 2, generator.integers(1, 14)))
+            if generator.random() < 0.7:
+                run.commit(snapshot=bool(generator.integers(2)))
+        elif choice == 3 and len(run.held) < 50 and run.reserve(3):
+            w.prepare(run)
+            run.write(generator.integers(0, 2, 3))
+            run.commit()
+        elif choice == 4:
+            run.suspend()
+            w.flush()
+            run.resume()
+        elif choice == 5:
+            run.close()
+    w.close_all()
+    w.flush()
+    assert arrived > 8
