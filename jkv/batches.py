@@ -176,7 +176,7 @@ class Batches:
             ledger.in_flight[rows[ahead > 0]] = False
         if others:
             for i, part in zip(others, parts, strict=True):
-                batch.sequences[i].commit(part)
+                batch.sequences[i]._commit(part)
 
     def _is_arithmetic(self, rows: np.ndarray, length: np.ndarray, moved: np.ndarray) -> np.ndarray:
         """bool[n]: whether moving to `length`, by `moved`, is allowed and nothing but arithmetic."""

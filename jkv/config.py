@@ -462,6 +462,8 @@ class CacheConfig:
       max_drafts: draft tokens that a verify step takes at most. With recurrent layers, each row then has
         2 * (max_drafts + 1) candidate slots beside the usable ones of the DeviceTier.
       model: identity of the weights, part of every key.
+      scrub: True: what earlier owners left in a page is zeroed before a sequence gets it, at the cost of a page's
+        write; without, it is never read, but lies there until it is written over.
       events: how many events wait for `take_events`, at most; 0: none are made.
       typical: a BatchShape: bytes are shared out among the pools as such a batch would need them.
       must_fit: BatchShapes that there is room for, each alone, in the device's pools, whatever else is said.
@@ -487,6 +489,7 @@ class CacheConfig:
     max_drafts: int = 0
     model: str = ""
     events: int = 0
+    scrub: bool = False
     typical: BatchShape | None = None
     must_fit: Iterable[BatchShape] = ()
     pool_ratio: Mapping[str, float] | None = None
@@ -501,8 +504,9 @@ class CacheConfig:
         share = self.max_utilization_for_resume
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"CacheConfig.max_utilization_for_resume must be in (0, 1], got {share!r}")
-        if not isinstance(self.partial_reuse, bool):
-            raise ConfigError(f"CacheConfig.partial_reuse must be a bool, got {self.partial_reuse!r}")
+        for field in ("partial_reuse", "scrub"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"CacheConfig.{field} must be a bool, got {getattr(self, field)!r}")
         if not (self.min_snapshot is None or isinstance(self.min_snapshot, bool)):
             raise ConfigError(f"CacheConfig.min_snapshot must be None or a bool, got {self.min_snapshot!r}")
         if not (self.window_scratch is None or isinstance(self.window_scratch, WindowScratch)):

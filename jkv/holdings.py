@@ -18,6 +18,7 @@ import numpy as np
 
 from jkv.config import Scope, WindowScratch
 from jkv.contents import Contents
+from jkv.errors import CacheError, IntegrityError
 from jkv.eviction import Eviction
 from jkv.expiry import NEVER
 from jkv.layout import HOST, Group, Layout
@@ -72,6 +73,7 @@ class Host:
     free_rows: list[int]
     slots: np.ndarray  # int32[max_sequences]: live state slot per row
     candidates: Candidates | None  # with max_drafts and recurrent layers
+    scrub: bool  # pages are zeros when a sequence gets them
     scratch: WindowScratch | None  # with window layers
     ledger: Ledger
     usage: Usage
@@ -82,13 +84,31 @@ class Host:
     memory: Any = None  # host memory: jkv.tiers.host.HostMemory
     arriving: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)  # (group, name) -> Arrival
     suspensions: int = 0  # so far
-    over: bool = False  # the device's contents were lost; another Host has taken this one's place
+    over: bool = False  # the device's contents were lost; another Host takes this one's place
+    broken: str = ""  # what cut a change short; only a reset is valid then
+    unplanned: bool = False  # and it was not the dispatch of a plan: none of this can be relied on
     row_changes: int = 0  # how often a sequence got or gave up a row
 
     @property
     def active(self) -> int:
         """Sequences that have a row."""
         return len(self.rows) - len(self.free_rows)
+
+    def give_up(self, error: BaseException, planned: bool = False) -> None:
+        """`error` has come up in the middle of a change. If it is no refusal, all sequences are over.
+
+        Args:
+          planned: everything here is decided; what the device and host memory have done of the plan is unknown.
+        """
+        if self.broken or (isinstance(error, CacheError) and not isinstance(error, IntegrityError)):
+            return
+        self.broken = f"{type(error).__name__}: {error}"
+        self.unplanned = not planned
+        self.over = True
+        for seq in list(self.sequences):
+            seq._abandon()
+        self.rows = [None] * len(self.rows)
+        self.free_rows = list(range(len(self.rows)))
 
     def lost_pages(self) -> set[tuple[int, int]]:
         """(pool ordinal, id) of host pages that never arrived, and that nothing else is to be saved to."""
@@ -231,8 +251,13 @@ class Holdings:
 
     def _take(self, group: Group, count: int) -> np.ndarray:
         """`count` device pages of `group` (int32), which there is room for, become ours."""
+        host = self._host
         self._work.pages[PER_GROUP * group.ordinal + ALLOCATED] += count
-        return self._host.tree.allocate(self._host.pools[group.pool], count)
+        pages = host.tree.allocate(host.pools[group.pool], count)
+        if host.scrub:
+            for page in pages.tolist():
+                host.builder.write(group.pool, page, ZERO)
+        return pages
 
     def _take_one(self, g: int, copied: bool = False) -> int:
         """A device page of the group of that ordinal, or a state slot; `copied`: for a private copy."""
@@ -240,7 +265,11 @@ class Holdings:
         pages = self._work.pages
         pages[PER_GROUP * g + ALLOCATED] += 1
         pages[PER_GROUP * g + COPIED] += copied
-        return tree.allocate_one(tree.state_pool if g == STATE else tree.group_pools[g])
+        pool = tree.state_pool if g == STATE else tree.group_pools[g]
+        page = tree.allocate_one(pool)
+        if self._host.scrub and not copied and g != STATE:  # a state is copied, zeroed or written whole in any case
+            self._host.builder.write(pool.ordinal, page, ZERO)
+        return page
 
     # --- private pages -----------------------------------------------------------------------------------------------
 

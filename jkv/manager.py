@@ -25,7 +25,7 @@ from jkv.config import (
     require_int,
 )
 from jkv.contents import Contents
-from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
+from jkv.errors import ConfigError, IntegrityError, OutOfPagesError, SequenceStateError
 from jkv.events import Event, Journal
 from jkv.eviction import Eviction
 from jkv.holdings import Candidates, Host
@@ -39,7 +39,7 @@ from jkv.ragged import Ragged, make_ragged
 from jkv.resizing import graft, move_together, shrink
 from jkv.routing import Routes
 from jkv.sequence import WAITING, Sequence, find_everywhere, with_digest
-from jkv.serial import serialised
+from jkv.serial import changing, serialised
 from jkv.sizing import Usage, advice, max_length
 from jkv.state import CacheState, init_state, resized_state
 from jkv.stats import CacheStats, Moves, PoolStats, TierStats, Work, WorkStats, since
@@ -115,6 +115,7 @@ class CacheManager:
             free_rows=list(range(layout.max_sequences - 1, -1, -1)),
             slots=slots,
             candidates=candidates,
+            scrub=self.config.scrub,
             scratch=self.config.window_scratch if any(g.window for g in layout.attention_groups) else None,
             ledger=Ledger(layout),
             usage=self._usage,
@@ -165,12 +166,16 @@ class CacheManager:
         """
         return init_state(self.layout)
 
-    @serialised
+    @changing
     def reset(self) -> CacheState:
         """The device state was lost, deleted or released: closes all sequences, forgets what the device held.
 
         As after a jitted step that failed once it had been given the donated state. Do not go on with the old one.
         What lies in host memory with all that comes before it stays reusable, and what is in the store.
+
+        Also the only way on after a call of this manager or its sequences was cut short: an error of the device in
+        `prepare`, a MemoryError, Ctrl-C. That has closed all sequences, and every call that needs what it may have left
+        half done raises SequenceStateError. If it was not the device in `prepare`, host memory is forgotten as well.
 
         Returns:
           A fresh state of the same shapes: nothing recompiles.
@@ -188,11 +193,15 @@ class CacheManager:
             seq._abandon()
         self._keep_totals()
         host.over = True
+        if host.unplanned:
+            self._contents = Contents(self._tokens_in_use)
         self._start_over()
         self._host.tree.go_on_from(host.tree)
         if isinstance(self._host.tree, Announcing):
             self._host.tree.forget()
-        if self._memory is not None:
+        if self._memory is not None and host.unplanned:
+            self._memory.forget()
+        elif self._memory is not None:
             self._memory.wait()
             graft(host.tree, self._host.tree, {*host.builder.host_destinations(), *self._memory.lost})
         self._released = False
@@ -204,7 +213,7 @@ class CacheManager:
             key = pool.name, bool(pool.offset)
             self._moved[key] = self._moved[key].with_those_of(pool)
 
-    @serialised
+    @changing
     def release(self, state: CacheState) -> None:
         """Gives the device's memory back, before training for instance; only `reset` is valid next.
 
@@ -246,7 +255,7 @@ class CacheManager:
         for array in jax.tree.leaves(state):
             array.delete()
 
-    @serialised
+    @changing
     def resize_tier(
         self, state: CacheState, tier: str, *, bytes: int | None = None, pages: int | Mapping[str, int] | None = None
     ) -> CacheState:
@@ -330,11 +339,15 @@ class CacheManager:
         """Applies what is pending."""
         if not self._host.builder.empty:
             plan = self._host.builder.build()
-            state = apply(state, plan) if self._memory is None else self._memory.dispatch(state, plan)
+            try:
+                state = apply(state, plan) if self._memory is None else self._memory.dispatch(state, plan)
+            except Exception as error:
+                self._host.give_up(error, planned=True)
+                raise
             self._host.builder.clear()
         return state
 
-    @serialised
+    @changing
     def clear(self) -> None:
         """Drops everything reusable.
 
@@ -348,6 +361,7 @@ class CacheManager:
         >>> manager.stats().pools["full"].free
         16
         """
+        self._require_whole("clear")
         count = len(self._host.sequences)
         if count:
             raise SequenceStateError(f"clear: {count} sequences are open; close them first")
@@ -355,7 +369,7 @@ class CacheManager:
 
     # --- requests ----------------------------------------------------------------------------------------------
 
-    @serialised
+    @changing
     def open(
         self,
         tokens: Any = (),
@@ -388,8 +402,7 @@ class CacheManager:
         >>> manager.open([3, 1, 4], priority=1)
         <Sequence suspended row=None committed=0 length=0 capacity=0>
         """
-        if self._released:
-            raise SequenceStateError("open: the device's memory was released; call reset first")
+        self._require_whole("open")
         ids = self._prompt(tokens)
         self._check_scope(scope)
         if max_reuse is not None:
@@ -413,6 +426,7 @@ class CacheManager:
         >>> manager.probe([3, 1, 4]).tokens
         0
         """
+        self._require_whole("probe")
         ids = self._prompt(tokens)
         self._check_scope(scope)
         limit = max(0, len(ids) - 1) if max_reuse is None else min(require_int("max_reuse", max_reuse, 0), len(ids))
@@ -466,6 +480,7 @@ class CacheManager:
         >>> manager.probe_digests(manager.block_digests(range(8))).tokens
         0
         """
+        self._require_whole("probe_digests")
         digests = [digests] if isinstance(digests, bytes) else list(digests)
         if not all(isinstance(digest, bytes) and len(digest) == DIGEST_BYTES for digest in digests):
             raise ConfigError(f"probe_digests: digests of {DIGEST_BYTES} bytes, as block_digests gives them")
@@ -479,7 +494,7 @@ class CacheManager:
         first_new = digests[page] if page < len(digests) else None
         return dataclasses.replace(match, new_digest=lambda: first_new)
 
-    @serialised
+    @changing
     def new_epoch(self, model: str) -> None:
         """The weights are others from now on. `model` takes the place of the config's in every key.
 
@@ -502,8 +517,7 @@ class CacheManager:
         'step 2000'
         """
         host = self._host
-        if self._released:
-            raise SequenceStateError("new_epoch: the device's memory was released; call reset first")
+        self._require_whole("new_epoch")
         if not isinstance(model, str):
             raise ConfigError(f"new_epoch: model must be a str, got {model!r}")
         if self._store is not None and model in ("", host.model):
@@ -556,7 +570,7 @@ class CacheManager:
         """
         return advice(self._usage, self._device_bytes(), self.config, self.layout.pools, self.layout.groups)
 
-    @serialised
+    @changing
     def rebalance(self, state: CacheState) -> CacheState:
         """Splits the bytes of the device, and those of host memory, as `rebalance_advice` says. All data stays right.
 
@@ -625,7 +639,7 @@ class CacheManager:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    @serialised
+    @changing
     def prepare(self, state: CacheState, sequences: Iterable[Sequence]) -> tuple[CacheState, np.ndarray]:
         """Applies all pending device work in one dispatch and puts the sequences' next step in flight.
 
@@ -652,7 +666,7 @@ class CacheManager:
         batch = self._batches.of("prepare", sequences)
         return self._prepared(state, batch), batch.rows.astype(np.int32)
 
-    @serialised
+    @changing
     def prepare_ragged(
         self,
         state: CacheState,
@@ -717,7 +731,7 @@ class CacheManager:
     # Many sequences at once: the outcome of the sequences' own calls, at a cost that hardly depends on their number
     # where none of them needs, fills or loses a page.
 
-    @serialised
+    @changing
     def reserve(self, sequences: Iterable[Sequence], counts: Any) -> int:
         """`Sequence.reserve` for each in order, until one finds no room.
 
@@ -746,7 +760,7 @@ class CacheManager:
         """
         return self._batches.reserve(sequences, counts)
 
-    @serialised
+    @changing
     def advance(self, sequences: Iterable[Sequence], counts: Any) -> None:
         """`Sequence.advance` for each, all or none.
 
@@ -773,7 +787,7 @@ class CacheManager:
         """
         self._batches.advance(sequences, counts)
 
-    @serialised
+    @changing
     def commit(self, sequences: Iterable[Sequence], tokens: Any, lengths: Any) -> None:
         """`Sequence.commit` for each, all or none.
 
@@ -801,11 +815,20 @@ class CacheManager:
         """
         self._batches.commit(sequences, tokens, lengths)
 
+    def _require_whole(self, operation: str) -> None:
+        """Raises where nothing but `reset` is valid."""
+        if self._host.broken:
+            raise SequenceStateError(
+                f"{operation}: an earlier call was cut short in the middle of its changes by {self._host.broken}; all "
+                "sequences are closed, call reset first"
+            )
+        if self._released:
+            raise SequenceStateError(f"{operation}: the device's memory was released; call reset first")
+
     def _check_state(self, operation: str, state: CacheState) -> None:
         if not isinstance(state, CacheState) or state.layout is not self.layout:
             raise SequenceStateError(f"{operation}: this state was not made by this manager's init")
-        if self._released:
-            raise SequenceStateError(f"{operation}: the device's memory was released; call reset first")
+        self._require_whole(operation)
         # one array of each part that a call donates as a whole
         (first_buffer, *_) = state.pools[0][0].values()
         for array in (first_buffer, *state.page_tables.values(), *state.state_slots.values()):
@@ -921,7 +944,8 @@ class CacheManager:
         if not isinstance(tree, Announcing):
             raise ConfigError("take_events: CacheConfig.events is 0; set it to how many may wait to be taken")
         settled = self._host.builder.empty and (self._memory is None or self._memory.idle)
-        tree.look_into_store(settled)
+        if not self._host.broken:
+            tree.look_into_store(settled)
         return self._journal.replay() if replay else self._journal.take()
 
     @serialised
@@ -929,13 +953,15 @@ class CacheManager:
         """Full integrity check: tree structure, ownership, free lists, tables, counters against a recount.
 
         Raises:
-          IntegrityError: names the broken invariant.
+          IntegrityError: names the broken invariant, or what cut an earlier call short.
 
         >>> import jkv
         >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
         >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
         >>> manager.check()
         """
+        if self._host.broken:
+            raise IntegrityError(f"an earlier call was cut short by {self._host.broken}; call reset")
         check_host(self._host)
 
 

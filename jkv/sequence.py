@@ -33,7 +33,7 @@ from jkv.expiry import NEVER
 from jkv.holdings import Host
 from jkv.radix import HELD, NO_SLOT, Endpoint, Hit, Match, Node, Root, node_of, path_to
 from jkv.routing import new_digest
-from jkv.serial import serialised
+from jkv.serial import changing, serialised
 from jkv.speculation import Mark
 from jkv.stats import COPIED, LIMITED, LOST, MISSED, PARTIAL, PER_GROUP, REUSED, TIERS, WHOLE, WorkStats
 from jkv.suspension import Suspension
@@ -65,7 +65,7 @@ class Drop:
         self._endpoint = endpoint
         self._dropped = False
 
-    @serialised
+    @changing
     def drop(self) -> None:
         """Frees the snapshot at that length, and the window pages that only resuming there needs, in memory.
 
@@ -191,7 +191,7 @@ class Sequence(Suspension):
         return self._scratch is not None
 
     @window_scratch.setter
-    @serialised
+    @changing
     def window_scratch(self, on: bool) -> None:
         if not isinstance(on, bool):
             raise ConfigError(f"window_scratch must be a bool, got {on!r}")
@@ -208,7 +208,7 @@ class Sequence(Suspension):
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    @serialised
+    @changing
     def resume(self) -> bool:
         """Gets a row; the first time also matches, holds what is reused and plans private copies: one step.
 
@@ -275,7 +275,7 @@ class Sequence(Suspension):
             hit = find(host, self._scope, self._prompt, 0, search)
         return hit
 
-    @serialised
+    @changing
     def prefetch(self, tier: str) -> bool:
         """Brings what a suspended sequence has, or would reuse now, up to `tier`, ahead of its `resume`.
 
@@ -539,35 +539,39 @@ class Sequence(Suspension):
         (True, True, True, 5)
         """
         with self._host.lock:
-            self._require_active("resize")
-            capacity = require_int("capacity", capacity, 0)
-            length = self._length if length is None else require_int("length", length, 0)
-            if not self._length <= length <= capacity:
-                raise ConfigError(
-                    f"resize(capacity={capacity}, length={length}): length may only grow, from {self._length} to "
-                    "capacity"
-                )
-            beyond = length > self._length == self._capacity and not self._in_flight and self._host.scratch is None
-            if length > self._length and not beyond and (self._in_flight or self._slot != NO_SLOT):
-                self._require_prepared("resize", length - self._length)
-            layout = self._host.layout
-            if capacity > layout.max_length:
-                raise OutOfPagesError(
-                    f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}"
-                )
-            if beyond:
-                if not self._fit_beyond(capacity, length):
+            try:
+                self._require_active("resize")
+                capacity = require_int("capacity", capacity, 0)
+                length = self._length if length is None else require_int("length", length, 0)
+                if not self._length <= length <= capacity:
+                    raise ConfigError(
+                        f"resize(capacity={capacity}, length={length}): length may only grow, from {self._length} to "
+                        "capacity"
+                    )
+                beyond = length > self._length == self._capacity and not self._in_flight and self._host.scratch is None
+                if length > self._length and not beyond and (self._in_flight or self._slot != NO_SLOT):
+                    self._require_prepared("resize", length - self._length)
+                layout = self._host.layout
+                if capacity > layout.max_length:
+                    raise OutOfPagesError(
+                        f"a capacity of {capacity} tokens was asked for, max_length is {layout.max_length}"
+                    )
+                if beyond:
+                    if not self._fit_beyond(capacity, length):
+                        return False
+                    self._capacity, self._reserved = capacity, length
+                    self._move_to(length)
+                    return True
+                if not self._fit(capacity, length if length > self._length else capacity):
                     return False
-                self._capacity, self._reserved = capacity, length
-                self._move_to(length)
+                self._capacity = capacity
+                self._drop_pending(capacity)
+                if length > self._length:
+                    self._advance_to(length, None)
                 return True
-            if not self._fit(capacity, length if length > self._length else capacity):
-                return False
-            self._capacity = capacity
-            self._drop_pending(capacity)
-            if length > self._length:
-                self._advance_to(length, None)
-            return True
+            except BaseException as error:
+                self._host.give_up(error)
+                raise
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -593,13 +597,17 @@ class Sequence(Suspension):
         (5, 0)
         """
         with self._host.lock:
-            self._require_active("advance")
-            n = require_int("n", n, 0)
-            self._require_prepared("advance", n)
-            if n == 0:
-                self._forget_step()
-            else:
-                self._advance_to(self._length + n, snapshot)
+            try:
+                self._require_active("advance")
+                n = require_int("n", n, 0)
+                self._require_prepared("advance", n)
+                if n == 0:
+                    self._forget_step()
+                else:
+                    self._advance_to(self._length + n, snapshot)
+            except BaseException as error:
+                self._host.give_up(error)
+                raise
 
     def commit(self, tokens: Any, *, snapshot: bool | None = None, end: bool = False) -> None:
         """Publishes the ids of the tokens at `committed`..; advances first if they go past `length`.
@@ -627,37 +635,44 @@ class Sequence(Suspension):
         (5, 5)
         """
         with self._host.lock:
-            self._require_active("commit")
-            tokens = self._host.contents.tokens(tokens)
-            if self._ids is not None:
-                tokens = self._with_content(tokens)
-            self._require_committable(len(tokens))
-            position = self._committed + len(tokens)
-            ahead = position - self._length
-            if ahead <= 0 and snapshot and self._in_flight and position not in self._pending:
-                raise SequenceStateError(
-                    f"commit(snapshot=True) of older tokens, up to {position}: a step from {self._length} on is in "
-                    "flight, so the state at that position cannot be kept; ask for it in the advance that reaches it"
-                )
-            if ahead > 0:
-                self._move_to(position)
-                snapshot = position in self._points if snapshot is None else snapshot
-            if snapshot and not (end and self._can_hand_over(position)):
-                self._keep_state(position, True)
-            early = self._host.tree.min_snapshot and not self._pending
-            if len(tokens):
-                self._committed = position
-                if early:
-                    self._slide()  # what no endpoint to come needs is freed before the tree ever sees it
-                self._publish(tokens)
-            if self._pending:
-                self._publish_endpoints()
-            if self._marks:
-                self._end_marks(0, self._committed)
-            if end:
-                self._stop()
-            if end or not early:
-                self._slide()
+            try:
+                self._require_active("commit")
+                self._commit(self._host.contents.tokens(tokens), snapshot, end)
+            except BaseException as error:
+                self._host.give_up(error)
+                raise
+
+    def _commit(self, tokens: np.ndarray, snapshot: bool | None = None, end: bool = False) -> None:
+        """`commit` of an active sequence; `tokens` as `Contents.tokens` gives them."""
+        if self._ids is not None:
+            tokens = self._with_content(tokens)
+        self._require_committable(len(tokens))
+        position = self._committed + len(tokens)
+        ahead = position - self._length
+        if ahead <= 0 and snapshot and self._in_flight and position not in self._pending:
+            raise SequenceStateError(
+                f"commit(snapshot=True) of older tokens, up to {position}: a step from {self._length} on is in "
+                "flight, so the state there cannot be kept; ask for it in the advance that reaches it"
+            )
+        if ahead > 0:
+            self._move_to(position)
+            snapshot = position in self._points if snapshot is None else snapshot
+        if snapshot and not (end and self._can_hand_over(position)):
+            self._keep_state(position, True)
+        early = self._host.tree.min_snapshot and not self._pending
+        if len(tokens):
+            self._committed = position
+            if early:
+                self._slide()  # what no endpoint to come needs is freed before the tree ever sees it
+            self._publish(tokens)
+        if self._pending:
+            self._publish_endpoints()
+        if self._marks:
+            self._end_marks(0, self._committed)
+        if end:
+            self._stop()
+        if end or not early:
+            self._slide()
 
     def _with_content(self, tokens: np.ndarray) -> np.ndarray:
         """`tokens`, committed next, with the prompt's content where they repeat its ids."""
@@ -675,7 +690,7 @@ class Sequence(Suspension):
         if ahead > 0:
             self._require_prepared("commit", ahead)
 
-    @serialised
+    @changing
     def plan_snapshots(self, positions: Iterable[int]) -> np.ndarray:
         """Slots for the states that the next step leaves on its way, at no extra pass.
 
@@ -718,7 +733,7 @@ class Sequence(Suspension):
                 )
         return np.array([self._plan_snapshot(position) for position in wanted], np.int32)
 
-    @serialised
+    @changing
     def rewind(self, n: int) -> None:
         """Forgets the last `n` uncommitted tokens, in all groups.
 
@@ -813,7 +828,7 @@ class Sequence(Suspension):
 
     # --- drafts ------------------------------------------------------------------------------------------------------
 
-    @serialised
+    @changing
     def accept(self, j: int, *, snapshot: bool | None = None) -> None:
         """The oldest verify step in flight wrote j + 1 tokens that count: its input token and j accepted drafts.
 
@@ -852,7 +867,7 @@ class Sequence(Suspension):
         self._drop_pending(self._length)
         self._after_advance(snapshot)
 
-    @serialised
+    @changing
     def checkpoint(self) -> Mark | None:
         """A mark to roll back to: a private copy of the live state in the next plan, before the next step.
 
@@ -881,7 +896,7 @@ class Sequence(Suspension):
         self._marks.append(mark)
         return mark
 
-    @serialised
+    @changing
     def rollback(self, mark: Mark) -> None:
         """Goes back to where `mark` was made, length and live state, and uses it up. A step in flight is forgotten.
 
@@ -915,7 +930,7 @@ class Sequence(Suspension):
         self._land()
         self._go_back_to(mark.position)
 
-    @serialised
+    @changing
     def fork(self, n: int) -> tuple[Sequence, ...]:
         """`n` active copies, which go their own ways: samples of one prompt, beams, branches of a search.
 
@@ -1064,7 +1079,7 @@ class Sequence(Suspension):
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    @serialised
+    @changing
     def stop_committing(self) -> None:
         """No more tokens will be committed: the partial page and, if no step is in flight, the live state go to the
         tree without a copy. A later `reserve` plans private copies of them.
@@ -1116,7 +1131,7 @@ class Sequence(Suspension):
         ends_here = last is not None and last.alive and last.position == self._committed
         return Drop(self._host, self, last if ends_here else None)
 
-    @serialised
+    @changing
     def suspend(self) -> None:
         """Gives up the row; pages and the live state are kept. `resume` brings it back.
 
@@ -1142,7 +1157,7 @@ class Sequence(Suspension):
         self._fall_asleep()
         self.status = Status.SUSPENDED
 
-    @serialised
+    @changing
     def close(self) -> None:
         """Leaves what is committed to the tree and frees the rest. In flight, no state is left. Idempotent.
 
@@ -1192,8 +1207,8 @@ class Sequence(Suspension):
         self._capacity = self._length = self._committed
         self._land()
         if self in self._host.sequences:
-            del self._host.sequences[self]
             (self._host.retried if self._work.retry else self._host.work).add(self._work)
+            del self._host.sequences[self]
         self._host.prompting.pop(self, None)
 
     def _leave_row(self) -> None:

@@ -1,4 +1,8 @@
-"""Calls from several threads, one at a time."""
+"""Calls from several threads, one at a time, and what an exception in the middle of one leaves behind.
+
+A call that refuses raises a CacheError, and has changed nothing. Anything else may come up in the middle of a change:
+the device's errors, a MemoryError, Ctrl-C. What is half done then cannot be relied on, and is not: `Host.give_up`.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +20,21 @@ def serialised(method: Method) -> Method:
     def locked(self: Any, *args: Any, **options: Any) -> Any:
         with self._host.lock:
             return method(self, *args, **options)
+
+    return cast(Method, locked)
+
+
+def changing(method: Method) -> Method:
+    """`serialised`, for a method that changes what its `_host` stands for."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *args: Any, **options: Any) -> Any:
+        with self._host.lock:
+            try:
+                return method(self, *args, **options)
+            except BaseException as error:
+                if error.__traceback__ and error.__traceback__.tb_next:  # else it was called wrongly, and never ran
+                    self._host.give_up(error)
+                raise
 
     return cast(Method, locked)

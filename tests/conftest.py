@@ -1,5 +1,6 @@
-"""Options and markers of the test suite."""
+"""Options and markers of the test suite, and what the state machine tried."""
 
+import collections
 import pathlib
 import sys
 
@@ -9,8 +10,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import oracle`, wheth
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--random-steps", type=int, default=1000, help="operations per configuration of the random driver")
-    parser.addoption("--random-seed", type=int, default=0, help="first seed of the random driver")
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
 
 
@@ -24,3 +23,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: give --run-slow"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many operations and faults the state machine has tried, in all processes."""
+    operations, faults = 0, collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "teardown":
+                noted = dict(report.user_properties)
+                operations += noted.get("operations", 0)
+                faults.update(noted.get("faults", {}))
+    if operations:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items()))
+        terminalreporter.write_line(f"state machine: {operations} operations, {faults.total()} faults ({kinds})")

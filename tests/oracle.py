@@ -27,7 +27,7 @@ import functools
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -503,6 +503,12 @@ class Run:
             self.world.runs.remove(self)
         self.world.check()
 
+    def fail(self) -> None:
+        """An exception inside `with seq`, which closes it."""
+        with suppress(ZeroDivisionError), self.seq:
+            raise ZeroDivisionError
+        self.close()
+
     # -- whole steps
 
     def step(self, new: Iterable[int] | np.ndarray, **options: Any) -> None:
@@ -739,7 +745,8 @@ class World:
         host, memory = self.manager._host, self.manager._memory
         if not host.builder.empty:
             return  # what is planned is not there yet
-        memory.wait()
+        if memory is not None:
+            memory.wait()
         for run in self.runs:
             if run.started and run.seq.status == "suspended":
                 self._verify_asleep(run)
@@ -787,7 +794,9 @@ class World:
         self, group: Any, places: np.ndarray, hashes: np.ndarray, positions: np.ndarray, where: str
     ) -> None:
         """What lies at `positions` of pages `places` of a group is that of hashes[positions]; 0 and -1 are no pages."""
-        positions = positions[places[positions // self.page_size] > 0]
+        lost = [HOST + page for pool, page in self._lost() if pool == group.pool]
+        there = (places > 0) & ~np.isin(places, lost)
+        positions = positions[there[positions // self.page_size]]
         for layer in group.layers:
             for buffer, declared in self.config.layers[layer].buffers.items():
                 pages = places[positions // self.page_size]
@@ -800,6 +809,8 @@ class World:
 
     def _verify_copy(self, place: int, tokens: np.ndarray, where: str) -> None:
         """The state at `place`, on the device or in host memory, is the one after `tokens`."""
+        if place >= HOST and (self.manager.layout.recurrent_pool.ordinal, place - HOST) in self._lost():
+            return
         for layer, spec in self.recurrent.items():
             for buffer, declared in spec.buffers.items():
                 group = next(group for group in self.manager.layout.groups if group.recurrent)
@@ -807,6 +818,10 @@ class World:
                 assert np.array_equal(found, state_after(tokens, layer, buffer, declared.shape)), (
                     f"{where}: {layer}.{buffer} at {place} is {self.name_state(layer, buffer, found, tokens)}"
                 )
+
+    def _lost(self) -> set[tuple[int, int]]:
+        """(pool ordinal, host page) of what never arrived, which the manager knows."""
+        return set() if self.manager._memory is None else self.manager._memory.lost
 
     def _at(self, group: Any, layer: str, buffer: str, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """[n, *shape]: what lies at places of a group's pool, in one layer and buffer."""

@@ -1,76 +1,13 @@
 """SPEC S55: events, and what a listener that replays them knows."""
 
-import numpy as np
 import pytest
-from oracle import World, fresh, join, said, tokens
-from test_random import CONFIGS, HOST_CONFIGS, HOST_OPS, OPS, STORE_CONFIGS, STORE_OPS, Driver, drive
+from model import Listener, listen
+from oracle import World, fresh, join, tokens
 
 import jkv
 import jkv.tiers.index
 from jkv.events import Event, Journal
 from jkv.tiers.keys import page_digests, root_digest, tail_digest
-
-
-class Listener:
-    """What a router knows that hears every event, and the match rule without partial pages."""
-
-    def __init__(self, world, images=False):
-        self.manager, self.layout = world.manager, world.manager.layout
-        self.known = {}  # (group, digest) -> Event
-        self.next_id = 0
-        self.images = images  # whose ids are not all that is in a digest
-
-    def hear(self, events):
-        for event in events:
-            assert event.id == self.next_id, f"{event}, id {self.next_id} expected"
-            self.next_id += 1
-            key = event.group, event.digest
-            if event.kind == "stored":
-                assert key not in self.known
-                if event.group == "full" and event.parent and event.position > self.layout.page_size:
-                    assert ("full", event.parent) in self.known, f"{event} comes before its parent"
-                self.check_digest(event)
-                self.known[key] = event
-            elif event.kind == "moved":
-                assert self.known[key].tier != event.tier
-                self.check_digest(event)
-                self.known[key] = event
-            elif event.kind == "removed":
-                assert self.known.pop(key).tier == event.tier
-            else:
-                assert event.kind == "cleared"
-                self.known.clear()
-
-    def check_digest(self, event):
-        if event.parent and not self.images:  # else it is known by its digest alone
-            ids = np.array(event.tokens, np.int32)
-            assert tail_digest(event.parent, ids) == event.digest
-            assert (event.position - len(ids)) % self.layout.page_size == 0
-
-    def match(self, scope, prompt):
-        """The largest whole number of pages that everything needed is known of."""
-        size, digests = self.layout.page_size, self.manager.block_digests(said(prompt), scope)
-        for pages in range(len(digests), 0, -1):
-            if all(self.has(group, digests, pages) for group in self.layout.groups):
-                return pages * size
-        return 0
-
-    def has(self, group, digests, pages):
-        if group.recurrent:
-            return (group.name, digests[pages - 1]) in self.known
-        sinks, first, stop = group.needed(pages * self.layout.page_size, self.layout.page_size)
-        return all((group.name, digests[i]) in self.known for i in (*range(sinks), *range(first, stop)))
-
-
-def listen(world, prompts=(), images=False):
-    """Hears what is new, and compares with `probe`."""
-    if getattr(world, "listener", None) is None or world.listener.manager is not world.manager:
-        world.listener = Listener(world, images)
-    world.listener.hear(world.manager.take_events())
-    for scope, prompt in prompts:
-        found = world.manager.probe(said(prompt), scope=scope, max_reuse=len(prompt)).tokens
-        assert world.listener.match(scope, prompt) == found
-    return world.listener
 
 
 def kinds(world, group=None):
@@ -225,34 +162,3 @@ def test_the_journal_drops_the_oldest():
     assert (lost.kind, lost.id) == ("lost", 2)
     assert [event.id for event in events] == [3, 4]
     assert journal.take() == ()
-
-
-WHOLE = {"partial_reuse": False, "reuse_backoff": 0, "events": 100_000}
-LISTENED = {
-    **{f"device: {name}": (*CONFIGS[name][:2], OPS) for name in CONFIGS},
-    **{f"host: {name}": (*HOST_CONFIGS[name], HOST_OPS) for name in HOST_CONFIGS},
-    **{f"store: {name}": (*STORE_CONFIGS[name], STORE_OPS) for name in STORE_CONFIGS},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LISTENED)
-def test_s55_replaying_gives_what_probe_finds(name, request, tmp_path):
-    groups, config, ops = LISTENED[name]
-    config = {**config, **WHOLE}
-    if name.startswith("store"):
-        config["store"] = jkv.StoreTier(str(tmp_path))
-    driver = Driver(groups, config, False, [request.config.getoption("--random-seed"), len(name)], ops)
-    w, check = driver.w, driver.w.check
-
-    def check_and_listen():
-        check()
-        prompts = []
-        if w.manager._host.builder.empty and driver.chance(0.2):
-            w.settle()
-            size = w.config.page_size
-            for run in w.runs[-3:]:
-                prompts.append((run.scope, run.prompt[: len(run.prompt) // size * size]))
-        listen(w, prompts, driver.images)
-
-    w.check = check_and_listen
-    drive(driver, name, request, 0.1)

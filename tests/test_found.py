@@ -390,3 +390,72 @@ def test_whole_pages_alone_where_the_store_knows_more_than_the_tree(tmp_path):
     run = w.open(prompt, max_reuse=12)
     run.arrive()
     assert run.reused == 12
+
+
+def test_found_two_private_copies_of_one_page_and_no_room():
+    """The counters promised a page that eviction could not find."""
+    w = World("window:1+6 window:6", pages=10, max_length=30, page_size=3, min_snapshot=True)
+    a = w.start([1, 2, 0, 0, 0, 2, 0, 0, 0, 2, 2, 1])
+    a.step([1, 2, 0, 0, 0, 2])
+    a.close()
+    b = w.start([1, 2, 1, 1, 0, 2, 2])
+    c = w.start([1, 2, 1, 2, 2, 0, 2, 2, 1, 1])
+    assert (b.reused, c.reused) == (2, 2)
+    b.reserve(5)
+    c.reserve(19)
+    w.prepare(b, c)
+    w.close_all()
+    w.turn([0] * 30)
+
+
+def test_found_attention_tokens_are_no_fewer_than_tokens():
+    """The hit lay on a shorter branch than the one that attention_tokens was counted on."""
+    w = World("full window:5 recurrent", page_size=3, pages=40)
+    a = [2, 1, 0, 2, 2, 0, 2, 1, 0, 1, 2, 1]
+    w.turn(a, [7, 5], close=False)
+    b = [2, 1, 0, 2, 2, 0, 2, 0, 2, 2, 0, 0, 1]
+    assert w.turn(b, snapshot=None, close=False).reused == 7
+    match = w.probe([*b[:12], 2, 0])
+    assert (match.raw_tokens, match.limited_by) == (12, "window:5")
+    assert match.tokens == 7
+    assert match.attention_tokens >= 7
+
+
+def test_found_a_lent_state_whose_page_is_evicted():
+    """b's lent state hung on a page that only a, closed, had: evicting the page gave the slot away under b."""
+    w = World("full recurrent", pages={"full": 12, "recurrent": 5}, max_length=40)
+    text = [2, 1, 2, 0, 1, 2, 2, 0, 1, 0, 1, 1, 0, 2, 0, 2]
+    a = w.start(text)
+    a.step(text[:12], snapshot=True)
+    a.close()
+    b = w.start(text[:6], max_reuse=3)
+    b.step(text[:4])
+    b.dispatch(text[4:6])
+    b.commit(end=True)
+    x = w.start([0, 0], max_reuse=0)
+    x.dispatch([0] * 14)
+    x.advance()
+    assert x.reserve(23) in (True, False)
+    w.flush()  # b's state is still b's
+    b.close()
+    x.close()
+    w.turn([0] * 40)
+
+
+def test_found_an_end_that_hands_over_a_state_in_a_full_pool():
+    """The state went to the tree, and the node that it went to was gone."""
+    w = World("recurrent", page_size=5, pages=4, max_length=40, max_sequences=3)
+    a = w.start([0] * 30, max_reuse=0)
+    a.step([0, 0], snapshot=True)
+    a.close()
+    b = w.start([0, 0, 1, 2, 1, 1, 2, 1, 1, 1, 2])
+    b.step([1, 2, 1, 1, 2, 1, 1, 1], snapshot=True)
+    b.close()
+    c = w.start([0, 0])
+    w.start([0, 0, 2, 1, 2, 1], max_reuse=0)
+    w.start([0, 2, 1, 1], max_reuse=0)
+    c.dispatch([0, 0])
+    c.commit(end=True)
+    w.flush()
+    w.close_all()
+    assert w.hit([0, 0, 3]) in (0, 2)

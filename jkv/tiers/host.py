@@ -287,6 +287,14 @@ class HostMemory:
         while self._jobs:
             self._jobs.popleft().result()
 
+    def forget(self) -> None:
+        """Waits; after that nothing is where anybody knows of."""
+        self.wait()
+        with self._lock:
+            self._landings.clear()
+            self._failed.clear()
+            self.lost, self._broken, self._staged = set(), set(), 0
+
     def close(self) -> None:
         """Waits, and ends the worker."""
         self.wait()
