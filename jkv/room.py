@@ -91,8 +91,11 @@ class Room(Holdings):
     def _require_possible(self, fresh: list[int]) -> None:
         """Raises unless an empty cache could give this sequence `fresh` pages per pool beside those it has."""
         total, page_size = list(fresh), self._host.layout.page_size
+        # commits would free the pages below, but not those of endpoints in a page that is not full yet
+        full = self._length // page_size * page_size
+        length = min((self._length, *(position for position in self._pending if position > full)))
         for group in self._host.tree.groups:
-            live = group.first_live(self._length, page_size)[1]  # commits would free those below
+            live = group.first_live(length, page_size)[1]
             table = self._tables[group.ordinal]
             total[group.pool] += int(np.count_nonzero(table[live:])) + min(live, group.sink_pages(page_size))
         for pool, count in zip(self._host.pools, total, strict=True):
