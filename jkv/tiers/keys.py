@@ -20,6 +20,7 @@ from types import MappingProxyType
 import numpy as np
 
 DIGEST_BYTES = 32
+LONGEST_DECIMAL = 2048  # bits; 640 digits, the least limit that Python can be set to, are more
 # as long as a digest: what is hashed for a root, or for a page with content, is never that of a plain page
 ROOT = b"jkv root 1".ljust(DIGEST_BYTES)
 CONTENT = b"jkv content 1".ljust(DIGEST_BYTES)
@@ -37,7 +38,8 @@ def typed(part: object) -> bytes:
     elif isinstance(part, str):
         kind, data = b"s", part.encode("utf-8", "surrogatepass")
     elif isinstance(part, int) and not isinstance(part, bool):
-        kind, data = b"i", b"%d" % part
+        # Python refuses to write long ones as decimals, from some number of digits on that can be set.
+        kind, data = b"i", b"%d" % part if part.bit_length() <= LONGEST_DECIMAL else b"%#x" % part
     else:
         raise TypeError(f"a part of a key must be None, an int, a str or bytes, got {part!r}")
     return kind + len(data).to_bytes(8, "little") + data
