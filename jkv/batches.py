@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.config import as_counts
+from jkv.config import as_counts, items_of
 from jkv.errors import CacheError, ConfigError, SequenceStateError
 from jkv.holdings import Host
 from jkv.sequence import Sequence, Status
@@ -45,9 +45,7 @@ class Batches:
           ConfigError: not an iterable of sequences.
           SequenceStateError: one is not active, of another manager, or listed twice.
         """
-        if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
-            raise ConfigError(f"{operation}: takes a list of sequences, got {sequences!r}")
-        listed = list(sequences)
+        listed = items_of(f"{operation}: sequences", sequences, "sequences")
         last = self._last
         if last.row_changes == self._host.row_changes and _same(listed, last.sequences):
             return last

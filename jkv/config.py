@@ -36,6 +36,23 @@ def require_int(field: str, value: object, least: int) -> int:
     return int(value)
 
 
+def require_bool(field: str, value: object) -> bool:
+    """`value` as a bool, or a ConfigError that names the field."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{field} must be a bool, got {value!r}")
+    return bool(value)
+
+
+def items_of(field: str, values: object, kind: str) -> list[Any]:
+    """The items of an iterable; ConfigError for what is none, also for a str and for an array without dimensions."""
+    try:
+        if not isinstance(values, str | bytes):
+            return list(values)  # type: ignore[call-overload]
+    except Exception as error:  # whatever an iterable of the caller's raises
+        raise ConfigError(f"{field} must be a sequence of {kind}, got {values!r}") from error
+    raise ConfigError(f"{field} must be a sequence of {kind}, got {values!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """One array of a layer.
@@ -612,9 +629,7 @@ class CacheConfig:
 
 
 def _from_sequence(tokens: Any, field: str) -> np.ndarray:
-    if isinstance(tokens, str | bytes) or not isinstance(tokens, Iterable):
-        raise ConfigError(f"{field} must be a sequence of integers, got {tokens!r}")
-    items = list(tokens)
+    items = items_of(field, tokens, "integers")
     if any(isinstance(item, jax.Array) for item in items):
         raise ConfigError(f"{field} holds jax.Array scalars: pass host ids, e.g. int(id)")
     try:
@@ -626,7 +641,7 @@ def _from_sequence(tokens: Any, field: str) -> np.ndarray:
 def _host_integers(values: Any, field: str) -> np.ndarray:
     """`values` as a flat array of integers; ConfigError for anything else, also for a jax.Array."""
     if isinstance(values, np.ndarray):
-        array = values
+        array = values if type(values) is np.ndarray else np.array(values)  # of a masked array what lies under the mask
     elif isinstance(values, jax.Array):
         raise ConfigError(f"{field} is a jax.Array of shape {values.shape}: pass host integers, e.g. np.asarray(ids)")
     else:

@@ -22,6 +22,8 @@ from jkv.config import (
     Scope,
     StoreTier,
     as_counts,
+    items_of,
+    require_bool,
     require_int,
 )
 from jkv.contents import Contents
@@ -282,6 +284,8 @@ class CacheManager:
         32
         """
         self._check_state("resize_tier", state)
+        if not isinstance(tier, str):
+            raise ConfigError(f"resize_tier: tier must be a str, got {tier!r}")
         if tier == "device":
             return self._resize_device(state, self._config_with(DeviceTier(bytes, pages)))
         if tier == "host" and self.config.host_tier is not None:
@@ -409,7 +413,7 @@ class CacheManager:
             require_int("max_reuse", max_reuse, 0)
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
             raise ConfigError(f"priority must be an int, got {priority!r}")
-        seq = Sequence(self._host, ids, scope, int(priority), max_reuse, retry)
+        seq = Sequence(self._host, ids, scope, int(priority), max_reuse, require_bool("retry", retry))
         if ttl is not None:
             seq._ttl = require_int("ttl", ttl, 1)
             self._host.tree.expiry.start()
@@ -481,7 +485,7 @@ class CacheManager:
         0
         """
         self._require_whole("probe_digests")
-        digests = [digests] if isinstance(digests, bytes) else list(digests)
+        digests = [digests] if isinstance(digests, bytes) else items_of("probe_digests: digests", digests, "bytes")
         if not all(isinstance(digest, bytes) and len(digest) == DIGEST_BYTES for digest in digests):
             raise ConfigError(f"probe_digests: digests of {DIGEST_BYTES} bytes, as block_digests gives them")
         self._check_scope(scope)
@@ -941,6 +945,7 @@ class CacheManager:
         [('stored', 'full', (1, 2, 3, 4))]
         """
         tree = self._host.tree
+        require_bool("take_events: replay", replay)
         if not isinstance(tree, Announcing):
             raise ConfigError("take_events: CacheConfig.events is 0; set it to how many may wait to be taken")
         settled = self._host.builder.empty and (self._memory is None or self._memory.idle)
@@ -971,7 +976,8 @@ def _pool_stats(pool: PagePool) -> PoolStats:
 
 def _bucket(field: str, sizes: int | Iterable[int], needed: int) -> int:
     """The smallest of `sizes` that holds `needed`."""
-    buckets = sorted(require_int(field, size, 1) for size in (sizes if isinstance(sizes, Iterable) else (sizes,)))
+    several = items_of(field, sizes, "ints") if isinstance(sizes, Iterable) else [sizes]
+    buckets = sorted(require_int(field, size, 1) for size in several)
     for size in buckets:
         if size >= needed:
             return size

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jkv.arrivals import Arrival, Find, Search, begin, end, leave, look_up
-from jkv.config import Scope, require_int
+from jkv.config import Scope, items_of, require_bool, require_int
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.expiry import NEVER
 from jkv.holdings import Host
@@ -301,7 +301,7 @@ class Sequence(Suspension):
         """
         host = self._host
         tiers = ["device", *["host"] * (host.memory is not None), *["store"] * (host.shelf is not None)]
-        if tier not in tiers:
+        if not isinstance(tier, str) or tier not in tiers:
             raise ConfigError(f"prefetch({tier!r}): the tiers are {', '.join(tiers)}")
         if self.status not in WAITING:
             raise SequenceStateError(f"prefetch: {self!r} is {self.status.value}, not suspended")
@@ -600,6 +600,7 @@ class Sequence(Suspension):
             try:
                 self._require_active("advance")
                 n = require_int("n", n, 0)
+                snapshot = snapshot if snapshot is None else require_bool("advance: snapshot", snapshot)
                 self._require_prepared("advance", n)
                 if n == 0:
                     self._forget_step()
@@ -637,6 +638,8 @@ class Sequence(Suspension):
         with self._host.lock:
             try:
                 self._require_active("commit")
+                if end or snapshot is not None:
+                    snapshot, end = _flag("commit: snapshot", snapshot), require_bool("commit: end", end)
                 self._commit(self._host.contents.tokens(tokens), snapshot, end)
             except BaseException as error:
                 self._host.give_up(error)
@@ -722,9 +725,8 @@ class Sequence(Suspension):
         self._require_active("plan_snapshots")
         if self._stopped:
             raise SequenceStateError(f"plan_snapshots: {self!r} has stopped committing")
-        if isinstance(positions, str | bytes) or not isinstance(positions, Iterable):
-            raise ConfigError(f"plan_snapshots: positions must be a sequence of ints, got {positions!r}")
-        wanted = [require_int("positions", position, 0) for position in positions]
+        listed = items_of("plan_snapshots: positions", positions, "ints")
+        wanted = [require_int("positions", position, 0) for position in listed]
         for position in wanted:
             if not self._length < position <= self._capacity:
                 raise ConfigError(
@@ -859,6 +861,7 @@ class Sequence(Suspension):
         """
         self._require_active("accept")
         j = require_int("j", j, 0)
+        snapshot = _flag("accept: snapshot", snapshot)
         if self._slot != NO_SLOT and j > self._host.layout.config.max_drafts:
             raise ConfigError(f"accept({j}): the config's max_drafts is {self._host.layout.config.max_drafts}")
         self._require_prepared("accept", j + 1, verifies=True)
@@ -1222,6 +1225,10 @@ class Sequence(Suspension):
             host.slots[row] = NO_SLOT
             host.builder.slots_changed = True
         self.row = None
+
+
+def _flag(field: str, value: bool | None) -> bool | None:
+    return None if value is None else require_bool(field, value)
 
 
 def find_everywhere(
