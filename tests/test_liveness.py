@@ -255,11 +255,9 @@ def serve_all(world, scheduler, arriving, generator):
     return refused
 
 
-@pytest.mark.parametrize("page_size", range(1, 9))
-@pytest.mark.parametrize("groups", MIXES)
-def test_every_request_finishes(groups, page_size):
-    generator = np.random.default_rng([MIXES.index(groups), page_size])
-    config = {"page_size": page_size, "max_length": LONGEST}
+def churn(groups, generator, **config):
+    """Random requests, with and without host memory, for pools that the largest just fits, or nearly."""
+    config = {"max_length": LONGEST, **config}
     prompt, new = int(generator.integers(2, 12)), int(generator.integers(4, 12))
     pages = pages_for(groups, prompt, new, extra=int(generator.integers(2)), **config)
     for host in (None, int(generator.integers(1, 12))):
@@ -268,6 +266,31 @@ def test_every_request_finishes(groups, page_size):
         drafts = 0 if "recurrent" in groups else int(generator.integers(3))
         chunk, overlaps = int(generator.integers(1, 9)), bool(generator.integers(2))
         serve_all(w, Scheduler(w, chunk, generator, overlaps, drafts), list(requests(w, generator, 6)), generator)
+
+
+@pytest.mark.parametrize("page_size", range(1, 9))
+@pytest.mark.parametrize("groups", MIXES)
+def test_every_request_finishes(groups, page_size):
+    churn(groups, np.random.default_rng([MIXES.index(groups), page_size]), page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"shared": True},
+        {"min_snapshot": True},
+        {"min_snapshot": False},
+        {"window_scratch": jkv.WindowScratch(2)},
+        {"partial_reuse": False},
+        {"reuse_backoff": 3},
+        {"max_utilization_for_resume": 1.0},
+        {"max_utilization_for_resume": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("groups", ["full window:6", "window:3 window:5+3", "full window:4+2 recurrent"])
+def test_every_request_finishes_whatever_the_configuration(groups, config):
+    churn(groups, np.random.default_rng(len(groups)), page_size=3, **config)
 
 
 @pytest.mark.parametrize("host", [None, 2, 30])
