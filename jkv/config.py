@@ -27,19 +27,29 @@ SCALE_SUFFIX = "_scale"  # buffer "kv" is scaled by buffer "kv_scale"
 LARGEST_QUANTIZED = {np.dtype(jnp.int8): 127, np.dtype(jnp.float8_e4m3fn): 448}
 
 
+def shown(value: object) -> str:
+    """`value` as a message shows it, whatever it is: Python refuses to print very long numbers, for one."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
+
+
 def require_int(field: str, value: object, least: int) -> int:
     """`value` as an int, or a ConfigError that names the field and the least value."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ConfigError(f"{field} must be an int, got {value!r}")
+        raise ConfigError(f"{field} must be an int, got {shown(value)}")
     if value < least:
-        raise ConfigError(f"{field} must be at least {least}, got {value}")
+        raise ConfigError(f"{field} must be at least {least}, got {shown(value)}")
+    if value >= 2**63:
+        raise ConfigError(f"{field} must be below 2**63, got {shown(value)}")
     return int(value)
 
 
 def require_bool(field: str, value: object) -> bool:
     """`value` as a bool, or a ConfigError that names the field."""
     if not isinstance(value, bool | np.bool_):
-        raise ConfigError(f"{field} must be a bool, got {value!r}")
+        raise ConfigError(f"{field} must be a bool, got {shown(value)}")
     return bool(value)
 
 
@@ -49,8 +59,8 @@ def items_of(field: str, values: object, kind: str) -> list[Any]:
         if not isinstance(values, str | bytes):
             return list(values)  # type: ignore[call-overload]
     except Exception as error:  # whatever an iterable of the caller's raises
-        raise ConfigError(f"{field} must be a sequence of {kind}, got {values!r}") from error
-    raise ConfigError(f"{field} must be a sequence of {kind}, got {values!r}")
+        raise ConfigError(f"{field} must be a sequence of {kind}, got {shown(values)}") from error
+    raise ConfigError(f"{field} must be a sequence of {kind}, got {shown(values)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -634,7 +644,7 @@ def _from_sequence(tokens: Any, field: str) -> np.ndarray:
         raise ConfigError(f"{field} holds jax.Array scalars: pass host ids, e.g. int(id)")
     try:
         return np.array(items) if items else np.empty(0, np.int32)
-    except ValueError as error:
+    except Exception as error:  # an item may be anything
         raise ConfigError(f"{field} must be a flat sequence of integers: {error}") from error
 
 

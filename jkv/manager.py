@@ -25,6 +25,7 @@ from jkv.config import (
     items_of,
     require_bool,
     require_int,
+    shown,
 )
 from jkv.contents import Contents
 from jkv.errors import ConfigError, IntegrityError, OutOfPagesError, SequenceStateError
@@ -285,19 +286,19 @@ class CacheManager:
         """
         self._check_state("resize_tier", state)
         if not isinstance(tier, str):
-            raise ConfigError(f"resize_tier: tier must be a str, got {tier!r}")
+            raise ConfigError(f"resize_tier: tier must be a str, got {shown(tier)}")
         if tier == "device":
             return self._resize_device(state, self._config_with(DeviceTier(bytes, pages)))
         if tier == "host" and self.config.host_tier is not None:
             return self._resize_host(state, HostTier(bytes, pages, self.config.host_tier.staging))
         if tier == "store" and self._store is not None:
             if pages is not None:
-                raise ConfigError(f"resize_tier('store', pages={pages!r}): a store's size is bytes")
+                raise ConfigError(f"resize_tier('store', pages={shown(pages)}): a store's size is bytes")
             self._reconfigure(StoreTier(self.config.store_tier.location, bytes))
             self._store.resize(bytes)
             return state
         tiers = [name for name, there in self._tiers() if there]
-        raise ConfigError(f"resize_tier({tier!r}): the tiers are {', '.join(tiers)}")
+        raise ConfigError(f"resize_tier({shown(tier)}): the tiers are {', '.join(tiers)}")
 
     def _tiers(self) -> tuple[tuple[str, bool], ...]:
         return ("device", True), ("host", self._memory is not None), ("store", self._store is not None)
@@ -412,7 +413,7 @@ class CacheManager:
         if max_reuse is not None:
             require_int("max_reuse", max_reuse, 0)
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
-            raise ConfigError(f"priority must be an int, got {priority!r}")
+            raise ConfigError(f"priority must be an int, got {shown(priority)}")
         seq = Sequence(self._host, ids, scope, int(priority), max_reuse, require_bool("retry", retry))
         if ttl is not None:
             seq._ttl = require_int("ttl", ttl, 1)
@@ -469,7 +470,8 @@ class CacheManager:
         """`probe` for those who know a prompt by its `block_digests` alone, as routers do. Reads only.
 
         Args:
-          digests: of the prompt's first whole pages, in order.
+          digests: of the prompt's first whole pages, in order: a chain, as `block_digests` gives it. The store knows
+            each by itself, so that of what is no chain it may promise more than any prompt finds.
           scope: namespace of reuse.
 
         Returns:
@@ -523,9 +525,11 @@ class CacheManager:
         host = self._host
         self._require_whole("new_epoch")
         if not isinstance(model, str):
-            raise ConfigError(f"new_epoch: model must be a str, got {model!r}")
+            raise ConfigError(f"new_epoch: model must be a str, got {shown(model)}")
         if self._store is not None and model in ("", host.model):
-            raise ConfigError(f"new_epoch({model!r}): the store would take the old weights' entries for the new ones'")
+            raise ConfigError(
+                f"new_epoch({shown(model)}): the store would take the old weights' entries for the new ones'"
+            )
         for seq in host.sequences:
             if seq._match is None:
                 seq._move_to_root(Root(model, seq._scope.scope, host.tree.epoch + 1))
@@ -541,7 +545,7 @@ class CacheManager:
 
     def _check_scope(self, scope: Scope) -> None:
         if not isinstance(scope, Scope):
-            raise ConfigError(f"scope must be a Scope, got {scope!r}")
+            raise ConfigError(f"scope must be a Scope, got {shown(scope)}")
 
     def max_length_for(self, batch_size: int) -> int:
         """The longest length, in tokens, up to which `batch_size` sequences can be decoded at once on the device.

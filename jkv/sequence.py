@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jkv.arrivals import Arrival, Find, Search, begin, end, leave, look_up
-from jkv.config import Scope, items_of, require_bool, require_int
+from jkv.config import Scope, items_of, require_bool, require_int, shown
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.expiry import NEVER
 from jkv.holdings import Host
@@ -194,7 +194,7 @@ class Sequence(Suspension):
     @changing
     def window_scratch(self, on: bool) -> None:
         if not isinstance(on, bool):
-            raise ConfigError(f"window_scratch must be a bool, got {on!r}")
+            raise ConfigError(f"window_scratch must be a bool, got {shown(on)}")
         if self.status is Status.CLOSED:
             raise SequenceStateError(f"window_scratch: {self!r} is closed")
         if on and self._host.scratch is None:
@@ -302,7 +302,7 @@ class Sequence(Suspension):
         host = self._host
         tiers = ["device", *["host"] * (host.memory is not None), *["store"] * (host.shelf is not None)]
         if not isinstance(tier, str) or tier not in tiers:
-            raise ConfigError(f"prefetch({tier!r}): the tiers are {', '.join(tiers)}")
+            raise ConfigError(f"prefetch({shown(tier)}): the tiers are {', '.join(tiers)}")
         if self.status not in WAITING:
             raise SequenceStateError(f"prefetch: {self!r} is {self.status.value}, not suspended")
         self._face_losses("prefetch")
@@ -600,7 +600,7 @@ class Sequence(Suspension):
             try:
                 self._require_active("advance")
                 n = require_int("n", n, 0)
-                snapshot = snapshot if snapshot is None else require_bool("advance: snapshot", snapshot)
+                snapshot = _flag("advance: snapshot", snapshot)
                 self._require_prepared("advance", n)
                 if n == 0:
                     self._forget_step()
@@ -638,7 +638,7 @@ class Sequence(Suspension):
         with self._host.lock:
             try:
                 self._require_active("commit")
-                if end or snapshot is not None:
+                if snapshot is not None or end is not False:
                     snapshot, end = _flag("commit: snapshot", snapshot), require_bool("commit: end", end)
                 self._commit(self._host.contents.tokens(tokens), snapshot, end)
             except BaseException as error:
@@ -923,7 +923,7 @@ class Sequence(Suspension):
         """
         self._require_active("rollback")
         if not isinstance(mark, Mark):
-            raise ConfigError(f"rollback takes a mark from checkpoint, got {mark!r}")
+            raise ConfigError(f"rollback takes a mark from checkpoint, got {shown(mark)}")
         if mark not in self._marks:
             raise SequenceStateError(
                 f"rollback: {mark!r} is not one of {self!r}, or good no more: used, committed past, or gone back before"
