@@ -274,7 +274,7 @@ class CacheManager:
 
         Raises:
           ConfigError: no such tier in the config, or a size that could never work.
-          OutOfPagesError: what sequences hold or keep does not fit. Nothing has changed.
+          OutOfPagesError: what sequences hold or keep does not fit, or there is no such memory. Nothing has changed.
           SequenceStateError: the state was donated to an earlier call.
 
         >>> import jkv
@@ -316,9 +316,13 @@ class CacheManager:
     def _resize_host(self, state: CacheState, tier: HostTier) -> CacheState:
         host, totals = self._host, host_pages(self.layout, tier)
         below = [pool.below for pool in host.pools]
+        try:
+            arenas = self._memory.arenas_for(totals)  # first: what comes next cannot be taken back
+        except MemoryError as error:
+            raise OutOfPagesError(f"host memory for {totals} pages, per pool, cannot be had") from error
         shrink(host, below, totals)
         state = self._carried_out(state)
-        self._memory.resize(totals, lambda: move_together(host, below, totals))
+        self._memory.resize(arenas, lambda: move_together(host, below, totals))
         host.builder.host_pages = self._host_pages = totals
         self._reconfigure(tier)
         return state

@@ -518,7 +518,7 @@ def test_what_failed_to_land_is_forgotten_when_host_memory_is_resized(world):
     fail_to_land(world)
     world.copy(0, 3, HOST + 1)
     world.dispatch()
-    world.memory.resize(HOST_PAGES, lambda: {0: np.array([[1, 2], [2, 1]], np.int32)})
+    world.memory.resize(world.memory.arenas_for(HOST_PAGES), lambda: {0: np.array([[1, 2], [2, 1]], np.int32)})
     assert world.memory.lost == {(0, 2)}
     world.copy(0, HOST + 1, 5)
     world.dispatch()
@@ -649,7 +649,7 @@ def test_resizing_keeps_what_stays_and_moves_what_is_told(world):
     world.dispatch()
     before, sizes = world.memory.bytes, (5, 4, 6)
     world.memory.lost = {(0, 7), (0, 2), (1, 4), (1, 6)}
-    world.memory.resize(sizes, lambda: {0: np.array([[7, 8], [2, 3]], np.int32), 1: np.array([[5], [4]], np.int32)})
+    world.memory.resize(world.memory.arenas_for(sizes), lambda: {0: np.array([[7, 8], [2, 3]], np.int32), 1: np.array([[5], [4]], np.int32)})
     assert world.memory.bytes == sum((1 + n) * p.page_bytes for n, p in zip(sizes, world.layout.pools, strict=True))
     assert world.memory.lost == {(0, 2)}
     world.memory.lost.clear()
@@ -659,7 +659,7 @@ def test_resizing_keeps_what_stays_and_moves_what_is_told(world):
             world.copy(pool, HOST + page, 5 + page)
     world.dispatch()
     world.check()
-    world.memory.resize(HOST_PAGES, dict)
+    world.memory.resize(world.memory.arenas_for(HOST_PAGES), dict)
     assert world.memory.bytes == before
     for pool, size in enumerate(sizes):
         world.host[pool][1 + size :] = 0

@@ -38,6 +38,7 @@ Arrays = list[jax.Array]  # one per layer and buffer of a pool; buffers by name
 Key = tuple[int, int]  # (pool ordinal, host page)
 Values = Sequence[np.ndarray] | Arrays  # [PAGES_PER_DISPATCH, ...] each
 Item = TypeVar("Item")
+Arenas = list[np.ndarray]  # of a pool: uint8[1 + pages, bytes of each], one per layer and buffer
 Parts = Sequence[np.ndarray]  # a page's bytes, uint8[n] per layer and buffer
 
 
@@ -300,21 +301,24 @@ class HostMemory:
         self.wait()
         self._worker.shutdown()
 
-    def resize(self, pages: Sequence[int], move: Callable[[], Mapping[int, np.ndarray]]) -> None:
-        """Other arenas, with what is in the present ones. MemoryError: nothing has changed.
-
-        Args:
-          pages: pages per pool from now on.
-          move: called once nothing can go wrong any more; gives {pool ordinal: int32[2, n]}: pages that are [1] from
-            now on, and [0] till now; others keep their ids, those beyond the new size are dropped.
-        """
-        self.wait()
-        arenas = [
+    def arenas_for(self, pages: Sequence[int]) -> list[Arenas]:
+        """Arenas of other sizes, for `resize`, in pages per pool; where nothing changes they are the present ones."""
+        return [
             arenas if len(arenas[0]) == 1 + count else [np.zeros((1 + count, a.shape[1]), np.uint8) for a in arenas]
             for count, arenas in zip(pages, self._arenas, strict=True)
         ]
+
+    def resize(self, arenas: list[Arenas], move: Callable[[], Mapping[int, np.ndarray]]) -> None:
+        """Other arenas, with what is in the present ones.
+
+        Args:
+          arenas: from `arenas_for`.
+          move: called once all has landed; gives {pool ordinal: int32[2, n]}: pages that are [1] from now on, and [0]
+            till now; others keep their ids, those beyond the new size are dropped.
+        """
+        self.wait()
         moved = move()
-        lost = {(pool, page) for pool, page in self.lost if page <= pages[pool]}
+        lost = {(pool, page) for pool, page in self.lost if page < len(arenas[pool][0])}
         for pool, (old, new) in enumerate(zip(self._arenas, arenas, strict=True)):
             sources, destinations = moved.get(pool, np.zeros((2, 0), np.int32))
             for i in range(len(new)):
