@@ -48,6 +48,9 @@ def move_together(host: Host, tiers: Each[PagePool], totals: Each[int]) -> Moved
         if pairs.shape[1]:
             moved[pool.ordinal] = pairs
             _rename(host, pool, pairs)
+        if pool is host.tree.state_pool and host.candidates is not None:
+            shown = host.candidates.shown
+            shown[shown >= pool.num_ids] = NO_SLOT  # of steps that are over
     return moved
 
 
@@ -79,7 +82,6 @@ def _rename(host: Host, pool: PagePool, pairs: np.ndarray) -> None:
     if is_state and host.candidates is not None and not pool.offset:
         for slots in (host.candidates.sets, host.candidates.shown):
             slots[:] = renamed(slots.reshape(-1)).reshape(slots.shape)
-        host.candidates.shown[host.candidates.shown >= pool.num_ids] = NO_SLOT  # of steps that are over
     for arrival in dict.fromkeys(host.arriving.values()):
         for i, want in enumerate(arrival.find.wanted):
             if arrival._pool_of(want) == pool.ordinal:

@@ -897,8 +897,14 @@ class Machine(RuleBasedStateMachine):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        if self.failed:
-            return
+        try:
+            if not self.failed:
+                self._end()
+        finally:
+            if self.w.manager._memory is not None:
+                self.w.manager._memory.close()
+
+    def _end(self) -> None:
         for run in list(self.w.runs):
             self._close(run)
         self.w.waits = True

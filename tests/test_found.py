@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from oracle import World, fresh, join, tokens
+from oracle import World, fresh, image, join, tokens
 
 import jkv
 
@@ -157,7 +157,7 @@ def test_another_managers_sequence_is_refused_whatever_its_row():
         with pytest.raises(jkv.SequenceStateError, match="another manager"):
             ours.prepare(state, [run.seq])
     for wrong in (None, 5, runs[0].seq):
-        with pytest.raises(jkv.ConfigError, match="list of sequences"):
+        with pytest.raises(jkv.ConfigError, match="sequence"):
             ours.prepare(state, wrong)
 
 
@@ -459,3 +459,36 @@ def test_found_an_end_that_hands_over_a_state_in_a_full_pool():
     w.flush()
     w.close_all()
     assert w.hit([0, 0, 3]) in (0, 2)
+
+
+def test_found_candidates_of_a_step_that_is_over_in_a_smaller_pool():
+    """The next plan showed a slot that the pool has no more: nothing in use had moved, so nothing was renamed."""
+    pages = {"full": 16, "window:6": 16, "recurrent": 6}
+    w = World("full window:6 recurrent", pages=pages, max_length=40, max_drafts=2)
+    w.resize_tier("device", pages={group: n + 3 for group, n in pages.items()})
+    first, *_ = [w.start() for _ in range(3)]
+    for _ in range(3):
+        assert first.checkpoint() is not None
+    run = w.start(tokens(9))
+    assert run.seq._slot > pages["recurrent"]  # one of those that are to go
+    run.dispatch(tokens(9))
+    run.close()
+    w.resize_tier("device", pages=pages)
+    first.draft(fresh(3))
+    first.accept(1)
+    w.flush()
+
+
+def test_found_a_batch_commit_of_content_to_a_page_that_fills():
+    """Sequences that do more than arithmetic took the symbols of their images for ids, after others had committed."""
+    w = World("full", pages=20)
+    runs = [w.start(), w.start()]
+    assert w.reserve(runs, 6) == 2
+    w.prepare(*runs)
+    for i, run in enumerate(runs):
+        run.write(join(tokens(2, i), [image(1, i)], tokens(3, i)))
+    w.commit(runs)
+    assert [run.seq.committed for run in runs] == [6, 6]
+    w.close_all()
+    assert w.hit(join(tokens(2, 0), [image(1, 0)], tokens(3, 0))) == 6
+    assert w.hit(join(tokens(2, 0), [image(1, 1)], tokens(3, 0))) == 2

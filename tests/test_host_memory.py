@@ -649,7 +649,10 @@ def test_resizing_keeps_what_stays_and_moves_what_is_told(world):
     world.dispatch()
     before, sizes = world.memory.bytes, (5, 4, 6)
     world.memory.lost = {(0, 7), (0, 2), (1, 4), (1, 6)}
-    world.memory.resize(world.memory.arenas_for(sizes), lambda: {0: np.array([[7, 8], [2, 3]], np.int32), 1: np.array([[5], [4]], np.int32)})
+    world.memory.resize(
+        world.memory.arenas_for(sizes),
+        lambda: {0: np.array([[7, 8], [2, 3]], np.int32), 1: np.array([[5], [4]], np.int32)},
+    )
     assert world.memory.bytes == sum((1 + n) * p.page_bytes for n, p in zip(sizes, world.layout.pools, strict=True))
     assert world.memory.lost == {(0, 2)}
     world.memory.lost.clear()
