@@ -54,6 +54,23 @@ def test_scopes_never_meet_in_any_tier(groups, tmp_path):
     check()
 
 
+def test_f28_an_adapter_is_not_a_salt_and_each_version_is_its_own():
+    for mine, other in (
+        (jkv.Scope(adapter="x"), jkv.Scope(salt="x")),
+        (jkv.Scope(adapter="a", version=1), jkv.Scope(adapter="a", version=2)),
+        (jkv.Scope(adapter="a", version=1), jkv.Scope(adapter="a", version="1")),
+    ):
+        w = World("full recurrent", page_size=4)
+        w.turn(tokens(8), scope=mine, snapshot=True)
+        assert (w.hit(tokens(8), scope=other), w.hit(tokens(8), scope=mine)) == (0, 8)
+
+
+def test_f29_two_images_behind_equal_placeholders():
+    w = World("full", page_size=4)
+    w.turn(join([image(1, 7)], tokens(7)))
+    assert (w.hit(join([image(1, 8)], tokens(7))), w.hit(join([image(1, 7)], tokens(7)))) == (0, 8)
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "store"])
 @settings(max_examples=25, derandomize=True, database=None, deadline=None)
 @given(st.integers(0, 8), st.lists(st.integers(0, 2), min_size=2, max_size=2, unique=True), st.booleans())
