@@ -47,6 +47,7 @@ class Announcing(Eviction):
         self.journal = journal
         self._unseen = [] if shelf is None else shelf.watch()  # (group, name) of the store that may be new
         self._leaving: dict[tuple[str, str], bytes] = {}  # to the store, where they are not yet: digests
+        self._copies: dict[bytes, dict[Endpoint, None]] = {}  # digest -> the endpoints with such a snapshot
 
     # --- pages -------------------------------------------------------------------------------------------------
 
@@ -162,9 +163,14 @@ class Announcing(Eviction):
     def _announce_snapshot(self, endpoint: Endpoint) -> None:
         if endpoint.slot != NO_SLOT and not self.is_retired(endpoint.node):
             parent, digest, _, ids = self._names(endpoint)
-            tier = tier_name(endpoint.slot)
+            self._copies.setdefault(digest, {})[endpoint] = None
+            tier = self._hottest(digest)
             scope = self._scope_of(endpoint.node)
             self.journal.there(Event(0, "stored", RECURRENT, tier, scope, digest, parent, ids, endpoint.position))
+
+    def _hottest(self, digest: bytes) -> str:
+        """The tier of a snapshot. Pages that begin alike may each have one of the same prefix: the best of them."""
+        return tier_name(min(copy.slot for copy in self._copies[digest]))
 
     def _names(self, endpoint: Endpoint) -> tuple[bytes, bytes, str, tuple[int, ...]]:
         """(digest of the page before, digest, name, tokens in between) of a snapshot."""
@@ -188,7 +194,12 @@ class Announcing(Eviction):
     def remove_endpoint(self, endpoint: Endpoint, keep_slot: bool = False, keep_pages: int | None = None) -> None:
         if endpoint.slot != NO_SLOT and not self.is_retired(endpoint.node):
             _, digest, name, _ = self._names(endpoint)
-            self._leaves(RECURRENT, digest, name)
+            del self._copies[digest][endpoint]
+            if self._copies[digest]:
+                self.journal.moved(RECURRENT, digest, self._hottest(digest))
+            else:
+                del self._copies[digest]
+                self._leaves(RECURRENT, digest, name)
         super().remove_endpoint(endpoint, keep_slot, keep_pages)
 
     def _move_slot(self, endpoint: Endpoint) -> None:
@@ -212,11 +223,13 @@ class Announcing(Eviction):
             if len(event.tokens) < self.page_size:
                 name = tail_name(event.parent, len(event.tokens), event.digest)
             self._leaves(event.group, event.digest, name)
+        self._copies.clear()
 
     def forget(self) -> None:
         """Nothing in memory is there any more; what the store has is announced again."""
         self.journal.clear()
         self._leaving.clear()
+        self._copies.clear()
         if self.shelf is not None:
             self._unseen = self.shelf.watch()
 

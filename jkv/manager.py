@@ -244,8 +244,9 @@ class CacheManager:
                 tree.make_free(pool, pool.free + pool.evictable)
         if self._store is not None:
             tree.persist_all()
-            self._store.patient = True
         try:
+            if self._store is not None:
+                self._store.patient = True
             state = self._carried_out(state)
             if self._memory is not None:
                 self._memory.wait()

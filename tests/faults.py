@@ -197,15 +197,12 @@ class Unreliable:
 
     Args:
       kvstore: the real one.
-
-    Attributes:
       faults: {"read", "write" or "list": how many of the next such calls fail; "torn": how many of the next writes
         leave half a value, and say that all went well}.
     """
 
-    def __init__(self, kvstore: Any):
-        self.kvstore = kvstore
-        self.faults: collections.Counter[str] = collections.Counter()
+    def __init__(self, kvstore: Any, faults: collections.Counter[str]):
+        self.kvstore, self.faults = kvstore, faults
 
     def _strikes(self, kind: str) -> bool:
         if self.faults[kind] <= 0:
@@ -233,12 +230,13 @@ class Unreliable:
 
 
 def failing_store(w: World, kind: str, count: int) -> None:
-    """The next `count` calls of that kind fail; see `Unreliable`."""
+    """The next `count` calls of that kind fail; see `Unreliable`. To be said again after a restart."""
     store = w.manager._store
     w.settle()
+    faults = vars(w).setdefault("store_faults", collections.Counter())
+    faults[kind] += count
     if not isinstance(store.kvstore, Unreliable):
-        store.kvstore = Unreliable(store.kvstore)
-    store.kvstore.faults[kind] += count
+        store.kvstore = Unreliable(store.kvstore, faults)
     store._off_until = -1e9  # a minute has passed since the last fault
     w.faulty = (*w.faulty, "store")
 

@@ -799,13 +799,15 @@ class Machine(RuleBasedStateMachine):
     @rule(killed=st.booleans(), share=count)
     def restart(self, killed: bool, share: int) -> None:
         """The program ends, or is killed, and starts again."""
-        if not self.setup.store or share > 1:
+        if not self.setup.store or share > 2:
             return
         if not killed:
             for run in list(self.w.runs):
                 self._close(run)
         STRUCK["killed"] += killed
         self.do("restart", f"w.restart(killed={killed})")
+        if self.faults:
+            self.do("fail_store", "failing_store(w, 'read', 0)")  # what was to fail still will
         self.space = 0, self.w.config.model
         self._started_over()
 

@@ -145,6 +145,25 @@ def test_a_replay_is_what_a_listener_knows():
     late.hear((cleared, *events))  # parents first
 
 
+def test_found_two_snapshots_of_one_prefix_are_removed_once():
+    """Pages that begin alike each had a state after the same token; the second one's end was an error in the commit."""
+    w = World("full recurrent", page_size=4, pages={"full": 20, "recurrent": 6}, max_length=40, events=100)
+    first = w.turn([0, 10], [1, 1], snapshot=True)
+    second = w.start([0, 12, 0, 1, 0], max_reuse=0)
+    second.step([0], snapshot=True)
+    second.step([12, 0, 1, 0], snapshot=True)
+    listen(w)
+    one = [e for e in w.listener.known.values() if e.group == "recurrent" and e.position == 1]
+    assert len(one) == 1
+    copies = [e for node in w.manager._host.tree.nodes() for e in node.endpoints if e.position == 1]
+    assert len(copies) == 2
+    w.manager._host.tree.remove_endpoint(copies[0])
+    assert one[0] in listen(w).known.values()
+    w.manager._host.tree.remove_endpoint(copies[1])
+    assert one[0] not in listen(w).known.values()
+    assert first.closed and w.manager.take_events() == ()
+
+
 def test_off_by_default():
     w = World("full", page_size=4)
     w.turn(tokens(8))

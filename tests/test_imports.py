@@ -1,6 +1,7 @@
 """The public names, and who may import what (DESIGN, sections 3 and 7)."""
 
 import ast
+import importlib
 import inspect
 import pathlib
 import subprocess
@@ -162,3 +163,8 @@ def test_import_jkv_initialises_no_backend():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120, check=True
     )
     assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (PACKAGE.parent / "tests/benchmarks").glob("bench_*.py")))
+def test_benchmarks_can_be_imported(name):
+    assert callable(importlib.import_module(f"benchmarks.{name}").main)
