@@ -845,7 +845,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=which, kind=count, k=st.integers(1, 400), share=count)
     def interrupt(self, which: int, kind: int, k: int, share: int) -> None:
         """Ctrl-C in the middle of a call."""
-        if not self.faults or share > 2:
+        if not self.faults or share > 3:
             return
         calls = ["w.manager.open([1, 0])", "w.manager.new_epoch('third')", "w.manager.reset()", "w.manager.stats()"]
         calls += ["w.manager.prepare(w.state, [])"]
@@ -866,7 +866,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=which, k=st.integers(1, 3), share=count)
     def break_dispatch(self, which: int, k: int, share: int) -> None:
         """The device refuses in the middle of a plan."""
-        if not self.faults or share > 2:
+        if not self.faults or share > 3:
             return
         run = self.pick(which, "active")
         if run is not None and run.seq.length < self.longest:

@@ -173,7 +173,7 @@ def all_served(w):
         w.manager.take_events()
 
 
-@fuzz(90)
+@fuzz(60)
 @given(st.data())
 def test_what_the_store_says_is_right_or_a_miss(data):
     groups = data.draw(st.sampled_from(STORED))

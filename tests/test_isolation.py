@@ -29,7 +29,7 @@ def scopes_differ(one, other):
 def test_scopes_never_meet_in_any_tier(groups, tmp_path):
     numbers = itertools.count()
 
-    @settings(max_examples=60, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=30, derandomize=True, database=None, deadline=None)
     @given(scopes, scopes, st.sampled_from(["device", "host", "store"]))
     def check(mine, other, tier):
         assume(scopes_differ(mine, other))
@@ -72,7 +72,7 @@ def test_f29_two_images_behind_equal_placeholders():
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "store"])
-@settings(max_examples=25, derandomize=True, database=None, deadline=None)
+@settings(max_examples=15, derandomize=True, database=None, deadline=None)
 @given(st.integers(0, 8), st.lists(st.integers(0, 2), min_size=2, max_size=2, unique=True), st.booleans())
 def test_images_are_told_apart_where_they_are(tier, tmp_path_factory, at, kinds, same_text):
     w = World("full window:6", page_size=4, pages=16, host=16, store=jkv.StoreTier(tmp_path_factory.mktemp("store")))
@@ -89,7 +89,7 @@ def test_images_are_told_apart_where_they_are(tier, tmp_path_factory, at, kinds,
     assert w.hit(one) == 10
 
 
-@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@settings(max_examples=20, derandomize=True, database=None, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.booleans())
 def test_epochs_never_meet(tmp_path_factory, epochs, stored):
     """What a model has not computed itself, nobody is served under its name."""
@@ -170,7 +170,7 @@ class Poisoned:
         return seq
 
 
-POISONS = [np.nan, np.inf, -np.inf]
+POISONS = [np.nan, np.inf]
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -352,7 +352,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("page_size", range(1, 9))
+@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("groups", [*MIXES, "window:1", "full window:3 window:9+1"])
 def test_can_ever_fit_is_exact(groups, page_size, variant, no_device):
     """Yes: it runs to its end, beside whatever is cached. No: an error that names the number of pages that will do."""
