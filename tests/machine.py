@@ -784,6 +784,15 @@ class Machine(RuleBasedStateMachine):
         if share == 0:
             self._reset()
 
+    @rule(share=count)
+    def release(self, share: int) -> None:
+        """Training: the device's memory is given back, and had again."""
+        if share == 0:
+            for run in list(self.w.runs):
+                self._close(run)
+            self.do("release", "w.manager.release(w.state)")
+            self._reset()
+
     def _reset(self) -> None:
         self.do("reset", "w.reset()")
         self._started_over()
