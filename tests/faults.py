@@ -7,6 +7,7 @@ counted in `STRUCK` when it does.
 from __future__ import annotations
 
 import collections
+import linecache
 import pathlib
 import sys
 from collections.abc import Callable
@@ -60,15 +61,17 @@ def refused(w: World, k: int, call: Callable[[], Any]) -> Any:
 def interrupted(w: World, k: int, call: Callable[[], Any]) -> bool:
     """call(), cut short before the k-th line of jkv's own code in it; whether it had so many.
 
-    After that the manager is whole, or refuses everything but a reset.
+    After that the manager is whole, or refuses everything but a reset. Lines of `with` are passed over: on the way out
+    Python looks for signals only once the lock is free, but traces the line before that.
     """
     lines = 0
 
     def step(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        lines += event == "line"
-        if lines == k:
-            raise Interrupt
+        if event == "line" and not _line_of(frame).startswith("with "):
+            lines += 1
+            if lines == k:
+                raise Interrupt
         return step
 
     def enter(frame: Any, event: str, _: Any) -> Any:
@@ -87,6 +90,10 @@ def interrupted(w: World, k: int, call: Callable[[], Any]) -> bool:
         sys.settrace(before)
         w.last_stats = w.manager.stats()  # what the call has counted by then, it has counted
     return False
+
+
+def _line_of(frame: Any) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
 
 
 def _check_whole_or_closed(w: World) -> None:

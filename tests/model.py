@@ -107,15 +107,17 @@ class Listener:
         self.manager, self.layout = world.manager, world.manager.layout
         self.known: dict[tuple[str, bytes], jkv.Event] = {}  # by group and digest
         self.next_id = 0
+        self.astray = False  # it has missed some, and waits until all is told anew
         self.images = images
 
     def hear(self, events: Iterable[jkv.Event]) -> None:
         """Takes events in; each has to fit what is known."""
         for event in events:
             # a call that was cut short may have counted one that it did not come to tell: all is told anew then
-            ok = event.id == self.next_id or (event.kind == "cleared" and event.id > self.next_id)
-            assert ok, f"{event}, id {self.next_id} expected"
-            self.next_id = event.id + 1
+            skipped = event.kind in ("lost", "cleared") and event.id > self.next_id
+            assert event.id == self.next_id or skipped, f"{event}, id {self.next_id} expected"
+            assert not self.astray or event.kind == "cleared"
+            self.next_id, self.astray = event.id + 1, event.kind == "lost"
             key = event.group, event.digest
             if event.kind == "stored":
                 assert key not in self.known
@@ -129,8 +131,7 @@ class Listener:
                 self.known[key] = event
             elif event.kind == "removed":
                 assert self.known.pop(key).tier == event.tier
-            else:
-                assert event.kind == "cleared"
+            elif event.kind == "cleared":
                 self.known.clear()
 
     def _check_digest(self, event: jkv.Event) -> None:

@@ -25,6 +25,16 @@ def scopes_differ(one, other):
     return repr(one) != repr(other)
 
 
+def move_to(w, tier):
+    """Everything that is reusable leaves the device for `tier`."""
+    if tier != "device":
+        for pool in w.manager._host.pools:
+            w.manager._host.tree.make_free(pool, pool.total)
+        w.flush()
+    if tier == "store":
+        w.restart()
+
+
 @pytest.mark.parametrize("groups", ["full", "full window:6 recurrent"])
 def test_scopes_never_meet_in_any_tier(groups, tmp_path):
     numbers = itertools.count()
@@ -36,12 +46,7 @@ def test_scopes_never_meet_in_any_tier(groups, tmp_path):
         location = tmp_path / str(next(numbers))
         w = World(groups, page_size=4, pages=16, host=16, store=jkv.StoreTier(location), events=1000)
         w.turn(tokens(9), [4, 4, 1], scope=mine, snapshot=True)
-        if tier != "device":
-            for pool in w.manager._host.pools:
-                w.manager._host.tree.make_free(pool, pool.total)
-            w.flush()
-        if tier == "store":
-            w.restart()
+        move_to(w, tier)
         assert w.probe(tokens(9), scope=other).raw_tokens == 0
         assert w.probe(tokens(9), scope=mine).tier_tokens == {tier: 9}
         theirs, ours = (set(w.manager.block_digests(tokens(9), scope)) for scope in (other, mine))
@@ -78,12 +83,7 @@ def test_images_are_told_apart_where_they_are(tier, tmp_path_factory, at, kinds,
     w = World("full window:6", page_size=4, pages=16, host=16, store=jkv.StoreTier(tmp_path_factory.mktemp("store")))
     one, two = (join(tokens(at), [image(1, kind)], tokens(9 - at, "after")) for kind in kinds)
     w.turn(one)
-    if tier != "device":
-        for pool in w.manager._host.pools:
-            w.manager._host.tree.make_free(pool, pool.total)
-        w.flush()
-    if tier == "store":
-        w.restart()
+    move_to(w, tier)
     assert w.hit(two if same_text else join(two[: at + 1], fresh(3))) <= at
     assert w.hit(join(one[:at], [1], one[at + 1 :])) <= at  # the placeholder itself
     assert w.hit(one) == 10
