@@ -55,7 +55,7 @@ def test_at_every_line(name):
         w.reset()
         w.turn(tokens(14), [6, 8], snapshot=True)
         assert w.hit(join(tokens(14), fresh())) == 14
-        k += 1 + k // 8  # every line at the beginning, then here and there
+        k += 1 + k // 5  # every line at the beginning, then here and there
     assert cut > 3
 
 
