@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.layout import Layout
 
@@ -79,12 +79,12 @@ def storage_dtype(dtype: np.dtype, platform: str) -> np.dtype:
     return dtype
 
 
-def _placement(mesh: Mesh | None) -> tuple[Sharding, str]:
+def _placement(mesh: Mesh | None) -> tuple[NamedSharding | jax.Device, str]:
     """Where the state lives (replicated on `mesh`, or JAX's default device), and the platform's name."""
     if mesh is not None:
         return NamedSharding(mesh, PartitionSpec()), mesh.devices.flat[0].platform
     (device,) = jnp.zeros(()).devices()
-    return SingleDeviceSharding(device), device.platform
+    return device, device.platform
 
 
 def init_state(layout: Layout, mesh: Mesh | None = None) -> CacheState:
@@ -97,10 +97,10 @@ def init_state(layout: Layout, mesh: Mesh | None = None) -> CacheState:
     Returns:
       A CacheState in which no row has a page or a slot.
     """
-    sharding, platform = _placement(mesh)
+    place, platform = _placement(mesh)
 
     def zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        return jax.device_put(jnp.zeros(shape, dtype, device=sharding), sharding)
+        return jax.device_put(jnp.zeros(shape, dtype, device=place), place)
 
     def layer_arrays(pool: int, layer: int) -> dict[str, jax.Array]:
         geometry = layout.pools[pool]
