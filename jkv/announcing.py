@@ -251,11 +251,8 @@ class Announcing(Eviction):
         changes = self.shelf.take_changes()
         if changes is None:
             self._announce_anew()
-        names, self._unseen = [*self._unseen, *(changes or ())], []
-        if settled:
-            names += self._leaving
-            self._leaving.clear()
-        for group, name in names:
+        self._unseen += changes or ()  # kept until all is announced: to say it twice changes nothing
+        for group, name in (*self._unseen, *(self._leaving if settled else ())):
             digest, parent, _ = parse_name(name)
             is_tail = parent is not None and group != RECURRENT
             if is_tail:
@@ -264,5 +261,8 @@ class Announcing(Eviction):
             if self.shelf.has(group, name):
                 if tier is None:
                     self.journal.there(Event(0, "stored", group, "store", digest=digest))
-            elif tier == "store" and (group, name) not in self._leaving:
+            elif tier == "store" and (settled or (group, name) not in self._leaving):
                 self.journal.gone(group, digest)
+        self._unseen = []
+        if settled:
+            self._leaving.clear()

@@ -83,11 +83,11 @@ class Search:
         tree, size = self.tree, self.page_size
         full = None if tree.full is None else tree.groups[tree.full].name
         if not digests:
-            digests.append(tree.scope_digest(self.scope))
+            known = [tree.scope_digest(self.scope)]
             for node in self.path[1:]:
                 tree.digests(node)
-                digests += node.digests
-            del digests[1 + self.covered :]
+                known += node.digests
+            digests[:] = known[: 1 + self.covered]
         for page in range(len(self.tokens) // size):
             if page + 1 == len(digests):
                 digests += tree.page_digests(digests[page], self.tokens[page * size : (page + 1) * size])

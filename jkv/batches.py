@@ -45,6 +45,7 @@ class Batches:
           ConfigError: not an iterable of sequences.
           SequenceStateError: one is not active, of another manager, or listed twice.
         """
+        self._host.require_whole(operation)
         listed = items_of(f"{operation}: sequences", sequences, "sequences")
         last = self._last
         if last.row_changes == self._host.row_changes and _same(listed, last.sequences):

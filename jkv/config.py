@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.errors import ConfigError
+from jkv.errors import CacheError, ConfigError
 
 SUPPORTED_DTYPES = tuple(
     np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.int32)
@@ -58,6 +58,8 @@ def items_of(field: str, values: object, kind: str) -> list[Any]:
     try:
         if not isinstance(values, str | bytes):
             return list(values)  # type: ignore[call-overload]
+    except CacheError:  # of a call in the caller's generator
+        raise
     except Exception as error:  # whatever an iterable of the caller's raises
         raise ConfigError(f"{field} must be a sequence of {kind}, got {shown(values)}") from error
     raise ConfigError(f"{field} must be a sequence of {kind}, got {shown(values)}")
@@ -490,7 +492,8 @@ class CacheConfig:
         2 * (max_drafts + 1) candidate slots beside the usable ones of the DeviceTier.
       model: identity of the weights, part of every key.
       scrub: True: what earlier owners left in a page is zeroed before a sequence gets it, at the cost of a page's
-        write; without, it is never read, but lies there until it is written over.
+        write; without, it is never read, but lies there until it is written over. Where the head of a page is
+        reused, its private copy comes with the rest of the page.
       events: how many events wait for `take_events`, at most; 0: none are made.
       typical: a BatchShape: bytes are shared out among the pools as such a batch would need them.
       must_fit: BatchShapes that there is room for, each alone, in the device's pools, whatever else is said.

@@ -65,8 +65,9 @@ class Contents:
         if symbol is None:
             while self._next in self.pairs or self._next == UNKNOWN:
                 self._next = -1 if self._next == UNKNOWN else self._next - 1
-            symbol = self._symbols[pair] = self._next
-            self.pairs[symbol] = pair
+            symbol = self._next
+            self.pairs[symbol] = pair  # first: whatever comes between the two, no symbol is given twice
+            self._symbols[pair] = symbol
         return symbol
 
     def ids(self, tokens: np.ndarray) -> np.ndarray:
@@ -79,5 +80,6 @@ class Contents:
         for tokens in self._used():
             used.update(tokens[tokens < 0].tolist())
         for symbol in [symbol for symbol in self.pairs if symbol not in used]:
-            del self._symbols[self.pairs.pop(symbol)]
+            del self._symbols[self.pairs[symbol]]
+            del self.pairs[symbol]
         self._sweep_at = max(FIRST_SWEEP, 2 * len(self.pairs))

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from jkv.config import Scope, WindowScratch
+from jkv.config import Scope, WindowScratch, shown
 from jkv.contents import Contents
-from jkv.errors import CacheError, IntegrityError
+from jkv.errors import CacheError, IntegrityError, SequenceStateError
 from jkv.eviction import Eviction
 from jkv.expiry import NEVER
 from jkv.layout import HOST, Group, Layout
@@ -102,13 +102,22 @@ class Host:
         """
         if self.broken or (isinstance(error, CacheError) and not isinstance(error, IntegrityError)):
             return
-        self.broken = f"{type(error).__name__}: {error}"
+        self.broken = shown(error)  # from here on every call refuses, whatever may come up below
         self.unplanned = not planned
         self.over = True
+        self.row_changes += 1
         for seq in list(self.sequences):
             seq._abandon()
         self.rows = [None] * len(self.rows)
         self.free_rows = list(range(len(self.rows)))
+
+    def require_whole(self, operation: str) -> None:
+        """Raises where a change was cut short, and nothing but `reset` is valid."""
+        if self.broken:
+            raise SequenceStateError(
+                f"{operation}: an earlier call was cut short in the middle of its changes by {self.broken}; all "
+                "sequences are closed, call reset first"
+            )
 
     def lost_pages(self) -> set[tuple[int, int]]:
         """(pool ordinal, id) of host pages that never arrived, and that nothing else is to be saved to."""

@@ -89,23 +89,22 @@ class CacheManager:
         self._store = Store(config.store_tier, self.layout) if config.store_tier else None
         self._memory = HostMemory(self.layout, self._host_pages, tier.staging, self._store) if tier else None
         self._work, self._retried = (Work(len(self.layout.groups), retry) for retry in (False, True))
-        self._snapshots_evicted = 0  # by trees of earlier lives
-        self._moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
         self._released = False
         self._usage = Usage()
         self._lock = threading.RLock()
         self._contents = Contents(self._tokens_in_use)
         self._journal = Journal(config.events) if config.events else None
         self._taken: CacheStats | None = None
-        self._start_over()
+        moved = {(pool.name, host): Moves() for pool in self.layout.pools for host in (False, True)}
+        self._take_over(self._fresh_host(), 0, moved)
 
-    def _start_over(self) -> None:
+    def _fresh_host(self) -> Host:
         layout = self.layout
         pools = [self._page_pool(pool) for pool in layout.pools]
         slots = np.zeros(layout.max_sequences, np.int32)
         candidates = Candidates.of(layout)
         builder = self._make_builder(layout, slots, candidates)
-        self._host = Host(
+        return Host(
             layout=layout,
             pools=pools,
             tree=self._make_tree(layout, pools, builder),
@@ -128,8 +127,6 @@ class CacheManager:
             memory=self._memory,
             lock=self._lock,
         )
-        self._batches = Batches(self._host)
-        self._routes = Routes(self._host.tree)
 
     def _tokens_in_use(self) -> Iterator[np.ndarray]:
         """Everything that the symbols of contents may stand in."""
@@ -169,7 +166,7 @@ class CacheManager:
         """
         return init_state(self.layout)
 
-    @changing
+    @serialised
     def reset(self) -> CacheState:
         """The device state was lost, deleted or released: closes all sequences, forgets what the device held.
 
@@ -191,30 +188,48 @@ class CacheManager:
         >>> seq.status
         <Status.CLOSED: 'closed'>
         """
-        host = self._host
-        for seq in list(host.sequences):
+        try:
+            state = self.init()
+        except BaseException as error:  # no room on the device yet: another reset may find it
+            self._host.give_up(error, planned=True)
+            raise
+        self._forget_device()
+        return state
+
+    @changing
+    def _forget_device(self) -> None:
+        old = self._host
+        for seq in list(old.sequences):
             seq._abandon()
-        self._keep_totals()
-        host.over = True
-        if host.unplanned:
+        if old.unplanned:
             self._contents = Contents(self._tokens_in_use)
-        self._start_over()
-        self._host.tree.go_on_from(host.tree)
-        if isinstance(self._host.tree, Announcing):
-            self._host.tree.forget()
-        if self._memory is not None and host.unplanned:
-            self._memory.forget()
+        new = self._fresh_host()
+        new.tree.go_on_from(old.tree)
+        if isinstance(new.tree, Announcing):
+            new.tree.forget()
+        if self._memory is not None and old.unplanned:
+            self._memory.forget(self._host_pages)
         elif self._memory is not None:
             self._memory.wait()
-            graft(host.tree, self._host.tree, {*host.builder.host_destinations(), *self._memory.lost})
+            graft(old.tree, new.tree, {*old.builder.host_destinations(), *self._memory.lost})
+        old.over = True
+        self._take_over(new, *self._totals())
         self._released = False
-        return self.init()
 
-    def _keep_totals(self) -> None:
-        self._snapshots_evicted += self._host.tree.snapshots_evicted
-        for pool in self._host.tree.all_pools():
-            key = pool.name, bool(pool.offset)
-            self._moved[key] = self._moved[key].with_those_of(pool)
+    def _take_over(self, host: Host, snapshots_evicted: int, moved: dict[tuple[str, bool], Moves]) -> None:
+        """From now on `host` is in charge; the others are totals of those before it."""
+        batches, routes = Batches(host), Routes(host.tree)
+        self._host, self._batches, self._routes = host, batches, routes
+        self._snapshots_evicted, self._moved = snapshots_evicted, moved
+
+    def _totals(self) -> tuple[int, dict[tuple[str, bool], Moves]]:
+        """Snapshots evicted, and {(pool, in host memory): Moves}, this host's included."""
+        tree = self._host.tree
+        moved = {
+            (pool.name, bool(pool.offset)): self._moved[pool.name, bool(pool.offset)].with_those_of(pool)
+            for pool in tree.all_pools()
+        }
+        return self._snapshots_evicted + tree.snapshots_evicted, moved
 
     @changing
     def release(self, state: CacheState) -> None:
@@ -275,7 +290,8 @@ class CacheManager:
 
         Raises:
           ConfigError: no such tier in the config, or a size that could never work.
-          OutOfPagesError: what sequences hold or keep does not fit, or there is no such memory. Nothing has changed.
+          OutOfPagesError: what sequences hold or keep does not fit, or there is no such host memory. Nothing has
+            changed. Where the device has no memory for its new pools, that is JAX's error, and only `reset` is valid.
           SequenceStateError: the state was donated to an earlier call.
 
         >>> import jkv
@@ -295,7 +311,7 @@ class CacheManager:
         if tier == "store" and self._store is not None:
             if pages is not None:
                 raise ConfigError(f"resize_tier('store', pages={shown(pages)}): a store's size is bytes")
-            self._reconfigure(StoreTier(self.config.store_tier.location, bytes))
+            self.config = self._config_with(StoreTier(self.config.store_tier.location, bytes))
             self._store.resize(bytes)
             return state
         tiers = [name for name, there in self._tiers() if there]
@@ -303,9 +319,6 @@ class CacheManager:
 
     def _tiers(self) -> tuple[tuple[str, bool], ...]:
         return ("device", True), ("host", self._memory is not None), ("store", self._store is not None)
-
-    def _reconfigure(self, tier: DeviceTier | HostTier | StoreTier) -> None:
-        self.config = self._config_with(tier)
 
     def _config_with(self, tier: DeviceTier | HostTier | StoreTier) -> CacheConfig:
         """The config in which `tier` takes the place of the one of its kind."""
@@ -324,19 +337,19 @@ class CacheManager:
         shrink(host, below, totals)
         state = self._carried_out(state)
         self._memory.resize(arenas, lambda: move_together(host, below, totals))
-        host.builder.host_pages = self._host_pages = totals
-        self._reconfigure(tier)
+        host.builder.host_pages = totals
+        self._host_pages, self.config = totals, self._config_with(tier)
         return state
 
     def _resize_device(self, state: CacheState, config: CacheConfig) -> CacheState:
         host, layout = self._host, make_layout(config)
         totals = [pool.num_pages for pool in layout.pools]
         shrink(host, host.pools, totals)
-        self.config = config
         state = self._carried_out(state)
         moved = move_together(host, host.pools, totals)
         state = resized_state(state, layout, moved)
-        self.layout = host.layout = layout
+        host.layout = layout
+        self.layout, self.config = layout, config
         host.builder = self._make_builder(layout, host.slots, host.candidates)
         host.tree.builder = host.builder
         host.builder.slots_changed = host.tree.state_pool is not None
@@ -830,18 +843,14 @@ class CacheManager:
 
     def _require_whole(self, operation: str) -> None:
         """Raises where nothing but `reset` is valid."""
-        if self._host.broken:
-            raise SequenceStateError(
-                f"{operation}: an earlier call was cut short in the middle of its changes by {self._host.broken}; all "
-                "sequences are closed, call reset first"
-            )
+        self._host.require_whole(operation)
         if self._released:
             raise SequenceStateError(f"{operation}: the device's memory was released; call reset first")
 
     def _check_state(self, operation: str, state: CacheState) -> None:
+        self._require_whole(operation)
         if not isinstance(state, CacheState) or state.layout is not self.layout:
             raise SequenceStateError(f"{operation}: this state was not made by this manager's init")
-        self._require_whole(operation)
         # one array of each part that a call donates as a whole
         (first_buffer, *_) = state.pools[0][0].values()
         for array in (first_buffer, *state.page_tables.values(), *state.state_slots.values()):

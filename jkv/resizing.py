@@ -49,8 +49,8 @@ def move_together(host: Host, tiers: Each[PagePool], totals: Each[int]) -> Moved
             moved[pool.ordinal] = pairs
             _rename(host, pool, pairs)
         if pool is host.tree.state_pool and host.candidates is not None:
-            shown = host.candidates.shown
-            shown[shown >= pool.num_ids] = NO_SLOT  # of steps that are over
+            slots = host.candidates.shown
+            slots[slots >= pool.num_ids] = NO_SLOT  # of steps that are over
     return moved
 
 

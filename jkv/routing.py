@@ -54,14 +54,16 @@ class Routes:
     def _child(self, node: Node, digest: bytes) -> Node | None:
         """The child of `node` whose first page has this digest."""
         tree, above = self._tree, self._tree.digests(node)
-        seen = self._seen.get(above, 0)
+        seen = youngest = self._seen.get(above, 0)
         for child in reversed(node.children.values()):
             if child.serial <= seen:
                 break
-            self._seen[above] = max(self._seen.get(above, 0), child.serial)
+            youngest = max(youngest, child.serial)
             if child.size >= tree.page_size:
                 tree.digests(child)
                 self._keys[child.digests[0]] = child.key
+        if youngest > seen:
+            self._seen[above] = youngest
         if len(self._keys) > self._limit:  # half of it, at least, is of children that are gone
             self._keys.clear()
             self._seen.clear()

@@ -158,6 +158,7 @@ class Sequence(Suspension):
         """What was reused; before the first successful resume, what would be reused now."""
         match = self._match
         if match is None:
+            self._host.require_whole("match")
             host, search, limit = self._host, self._search(), self._max_reuse
             match = look_up(host, search, limit, find(host, self._scope, self._prompt, limit, search))
         if match.new_digest is None:
@@ -232,6 +233,7 @@ class Sequence(Suspension):
         host = self._host
         if self.status not in WAITING:
             raise SequenceStateError(f"resume: {self!r} is {self.status.value}, not suspended")
+        host.require_whole("resume")
         self._face_losses("resume")
         landed = self._arrival is not None
         if landed and not self._has_arrived():
@@ -305,6 +307,7 @@ class Sequence(Suspension):
             raise ConfigError(f"prefetch({shown(tier)}): the tiers are {', '.join(tiers)}")
         if self.status not in WAITING:
             raise SequenceStateError(f"prefetch: {self!r} is {self.status.value}, not suspended")
+        host.require_whole("prefetch")
         self._face_losses("prefetch")
         if self._match is not None:
             if tier == "device":
@@ -538,7 +541,7 @@ class Sequence(Suspension):
         >>> seq.resume(), seq.resize(8), seq.resize(5), seq.capacity
         (True, True, True, 5)
         """
-        with self._host.lock:
+        with self._host.lock:  # here, in advance and in commit: what `changing` does, without its two calls per token
             try:
                 self._require_active("resize")
                 capacity = require_int("capacity", capacity, 0)
@@ -1018,6 +1021,7 @@ class Sequence(Suspension):
             self._take_back()
         if self.status is not Status.ACTIVE:
             raise SequenceStateError(f"{operation}: {self!r} is {self.status.value}, not active")
+        self._host.require_whole(operation)
 
     def _require_prepared(self, operation: str, n: int, verifies: bool = False) -> None:
         """A step may write what was reserved at the last prepare; with recurrent layers it reports once."""
@@ -1173,6 +1177,9 @@ class Sequence(Suspension):
         <Status.CLOSED: 'closed'>
         """
         if self.status is Status.CLOSED:
+            return
+        if self._host.broken:
+            self._abandon()
             return
         self._take_back()
         if self._arrival is not None:

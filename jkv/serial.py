@@ -33,7 +33,8 @@ def changing(method: Method) -> Method:
             try:
                 return method(self, *args, **options)
             except BaseException as error:
-                if error.__traceback__ and error.__traceback__.tb_next:  # else it was called wrongly, and never ran
+                # else it was called wrongly and never ran, or had come to its end
+                if error.__traceback__ and error.__traceback__.tb_next:
                     self._host.give_up(error)
                 raise
 

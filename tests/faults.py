@@ -7,6 +7,7 @@ counted in `STRUCK` when it does.
 from __future__ import annotations
 
 import collections
+import functools
 import linecache
 import pathlib
 import sys
@@ -104,7 +105,13 @@ def _check_whole_or_closed(w: World) -> None:
     assert all(run.seq.status == "closed" for run in w.runs)
     with pytest.raises(jkv.IntegrityError, match="cut short"):
         manager.check()
-    for call in (manager.clear, manager.open, lambda: manager.probe([1]), lambda: manager.prepare(w.state, [])):
+    seqs = [run.seq for run in w.runs]
+    calls = [manager.clear, manager.open, lambda: manager.probe([1]), lambda: manager.probe_digests([])]
+    calls += [lambda: manager.new_epoch("x"), lambda: manager.resize_tier(w.state, "device", pages=99)]
+    calls += [functools.partial(manager.prepare, w.state, some) for some in ([], seqs)]
+    calls += [functools.partial(verb, seqs, 0) for verb in (manager.reserve, manager.advance)]
+    calls += [lambda: manager.commit(seqs, [], 0)]
+    for call in calls:
         with pytest.raises(jkv.SequenceStateError, match="cut short"):
             call()
 

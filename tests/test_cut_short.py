@@ -32,15 +32,26 @@ CALLS = {
     "fork": lambda w, a, b, c: a.seq.fork(1),
     "close": lambda w, a, b, c: a.seq.close(),
     "prepare": lambda w, a, b, c: w.manager.prepare(w.state, [a.seq]),
+    "match": lambda w, a, b, c: w.manager.open(tokens(14)).match,
+    "prefetch": lambda w, a, b, c: b.seq.prefetch("device"),
+    "plan_snapshots": lambda w, a, b, c: (a.seq.reserve(5), a.seq.plan_snapshots([a.seq.length + 3])),
+    "batch verbs": lambda w, a, b, c: (
+        w.manager.reserve([a.seq], 5),
+        setattr(w, "state", w.manager.prepare(w.state, [a.seq])[0]),
+        w.manager.commit([a.seq], [1, 2], 2),
+        w.manager.advance([a.seq], 0),
+    ),
     "new_epoch": lambda w, a, b, c: w.manager.new_epoch("other"),
-    "resize_tier": lambda w, a, b, c: w.manager.resize_tier(w.state, "host", pages=7),
+    "resize_tier device": lambda w, a, b, c: w.manager.resize_tier(w.state, "device", pages=40),
+    "release": lambda w, a, b, c: w.manager.release(w.state),
+    "resize_tier host": lambda w, a, b, c: w.manager.resize_tier(w.state, "host", pages=7),
     "reset": lambda w, a, b, c: w.manager.reset(),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_at_every_line(name):
-    """Wherever Ctrl-C strikes, the manager is whole or says that it is not; after a reset everything works."""
+def test_wherever_ctrl_c_strikes(name):
+    """The manager is whole or says that it is not; after a reset everything works, host memory included."""
     cut, k = 0, 1
     while True:
         w, a, b, c = busy(HYBRID, host=12)
@@ -55,6 +66,10 @@ def test_at_every_line(name):
         w.reset()
         w.turn(tokens(14), [6, 8], snapshot=True)
         assert w.hit(join(tokens(14), fresh())) == 14
+        memory = w.manager._memory
+        assert [[len(arena) - 1 for arena in arenas] for arenas in memory._arenas] == [
+            [pool.below.total] * len(arenas) for pool, arenas in zip(w.manager._host.pools, memory._arenas, strict=True)
+        ]
         k += 1 + k // 5  # every line at the beginning, then here and there
     assert cut > 3
 
@@ -78,7 +93,7 @@ def test_the_error_says_what_happened_and_what_to_do():
     w, a, b, c = busy("full")
     assert a.reserve(3)
     assert undispatched(w, 1, lambda: w.manager.prepare(w.state, [a.seq]))
-    said = r"cut short .*by Broken: out of memory on the device; all sequences are closed, call reset first"
+    said = r"cut short .*by Broken\('out of memory on the device'\); all sequences are closed, call reset first"
     with pytest.raises(jkv.SequenceStateError, match=said):
         w.manager.open([1])
     for run in (a, b, c):
@@ -172,3 +187,112 @@ def test_content_of_images_is_learned_anew():
             interrupted(w, k, lambda: w.manager.open(jkv.Tokens(tokens(9), {2: "b.png"})))
             w.reset()
         assert w.manager.probe(prompt).tokens == 0
+
+
+def test_batch_verbs_refuse_the_same_sequences_after_a_dispatch_that_failed():
+    w = World("full", page_size=4, max_sequences=4)
+    runs = [w.start(join(tokens(9), tokens(5, key))) for key in "ab"]
+    seqs = [run.seq for run in runs]
+    assert w.manager.reserve(seqs, 5) == 2
+    assert undispatched(w, 1, lambda: w.manager.prepare(w.state, seqs))  # which tries them all
+    assert [repr(seq) for seq in seqs] == ["<Sequence closed row=None committed=0 length=0 capacity=0>"] * 2
+    w.reset()
+
+
+class Stubborn(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+    __repr__ = __str__
+
+
+def test_a_second_exception_leaves_nobody_at_work(monkeypatch):
+    """While one that cannot even be printed is being dealt with."""
+    w, a, b, c = busy(HYBRID)
+    fails = {a.seq}
+
+    def abandon(seq, real=jkv.Sequence._abandon):
+        if seq in fails:
+            raise MemoryError
+        real(seq)
+
+    def fail(*_):
+        raise Stubborn
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jkv.Sequence, "_abandon", abandon)
+        patch.setattr(w.manager._host.tree, "can_allocate", fail)
+        with pytest.raises(MemoryError):
+            a.seq.reserve(9)
+    assert "active" in [run.seq.status for run in (a, b, c)]
+    for call in (lambda: a.seq.reserve(1), lambda: a.seq.commit([1]), a.seq.suspend, lambda: a.seq.fork(1)):
+        with pytest.raises(jkv.SequenceStateError, match="cut short"):
+            call()
+    for run in (a, b, c):
+        run.seq.close()
+        assert run.seq.status == "closed"
+    w.reset()
+
+
+def test_a_match_is_refused_when_the_tree_cannot_be_relied_on():
+    w, a, _, _ = busy("full")
+    new = w.manager.open(tokens(14))
+    assert a.reserve(3)
+    assert undispatched(w, 1, lambda: w.manager.prepare(w.state, [a.seq]))
+    with pytest.raises(jkv.SequenceStateError, match="cut short"):
+        _ = new.match
+    w.reset()
+
+
+def test_a_reset_that_finds_no_room_can_be_repeated(monkeypatch):
+    """Training has not given its memory back yet."""
+    w = World("full", page_size=4, host=8)
+    w.turn(tokens(12))
+    w.manager.release(w.state)
+    with monkeypatch.context() as patch:
+        patch.setattr(jkv.manager, "init_state", lambda layout: (_ for _ in ()).throw(Broken("no room")))
+        with pytest.raises(Broken):
+            w.manager.reset()
+        with pytest.raises(jkv.SequenceStateError, match=r"no room.*reset"):
+            w.manager.open()
+    w.reset()
+    assert w.hit(join(tokens(12), fresh())) == 12
+
+
+def test_totals_are_counted_once_whatever_cuts_a_reset_short():
+    w = World("full", page_size=4, pages=6)
+    for key in "abc":
+        w.turn(tokens(20, key))
+    evicted = w.manager.stats().evicted_pages["full"]
+    assert evicted > 0
+    for k in range(1, 200):
+        interrupted(w, k, w.reset)
+        assert w.manager.stats().evicted_pages["full"] == evicted
+    w.reset()
+
+
+def test_reads_cut_short_mix_nothing_up(tmp_path):
+    """Not two images, not two prompts that begin alike, not what routers ask for."""
+    a, b = tokens(21), join(tokens(8), tokens(13, "b"))
+    w = World("full", page_size=4, pages=400, store=jkv.StoreTier(str(tmp_path)))
+    w.turn(a)
+    w.manager.release(w.state)  # the store has it, too
+    w.reset()
+    w.turn(a)
+    manager, cut, k = w.manager, True, 0
+    while cut:
+        k += 1
+        image, other = (jkv.Tokens(tokens(9), {2: f"{k} {name}.png"}) for name in "ab")
+        waiting = manager.open(b)
+        routed = join(tokens(8, "routed"), tokens(13, min(k, 60)))
+        if k <= 60:
+            w.turn(routed)  # a child that no router has asked for
+        digests = manager.block_digests(routed)
+        reads = [lambda: manager.probe(image), lambda: waiting.match, lambda: manager.probe_digests(digests)]  # noqa: B023
+        struck = [interrupted(w, k, read) for read in reads]
+        assert waiting.match.tokens == w.probe(b).tokens == 8
+        assert manager.probe_digests(digests).tokens == 20
+        symbols = [manager._contents.tokens(each)[2] for each in (image, other)]
+        assert symbols[0] != symbols[1]
+        waiting.close()
+        cut = any(struck)

@@ -288,9 +288,10 @@ class HostMemory:
         while self._jobs:
             self._jobs.popleft().result()
 
-    def forget(self) -> None:
-        """Waits; after that nothing is where anybody knows of."""
+    def forget(self, pages: Sequence[int]) -> None:
+        """Waits; after that nothing is where anybody knows of, in arenas of that many pages per pool."""
         self.wait()
+        self._arenas = self.arenas_for(pages)  # a resize may have been cut short
         with self._lock:
             self._landings.clear()
             self._failed.clear()
@@ -304,7 +305,9 @@ class HostMemory:
     def arenas_for(self, pages: Sequence[int]) -> list[Arenas]:
         """Arenas of other sizes, for `resize`, in pages per pool; where nothing changes they are the present ones."""
         return [
-            arenas if len(arenas[0]) == 1 + count else [np.zeros((1 + count, a.shape[1]), np.uint8) for a in arenas]
+            arenas
+            if all(len(arena) == 1 + count for arena in arenas)
+            else [np.zeros((1 + count, arena.shape[1]), np.uint8) for arena in arenas]
             for count, arenas in zip(pages, self._arenas, strict=True)
         ]
 
@@ -468,7 +471,13 @@ class HostMemory:
             self._landings.update(landings)
             self.lost.difference_update(landings)
             self._staged += staged
-        job = self._worker.submit(self._run, kind, work, landings, staged)
+        try:
+            job = self._worker.submit(self._run, kind, work, landings, staged)
+        except BaseException:  # no thread can be had, for one
+            with self._lock:
+                self._staged -= staged
+                self.lost.update(landings)
+            raise
         for landing in landings.values():
             landing.job = job
         while self._jobs and self._jobs[0].done():
