@@ -225,11 +225,11 @@ class CacheManager:
     def _totals(self) -> tuple[int, dict[tuple[str, bool], Moves]]:
         """Snapshots evicted, and {(pool, in host memory): Moves}, this host's included."""
         tree = self._host.tree
-        moved = {
-            (pool.name, bool(pool.offset)): self._moved[pool.name, bool(pool.offset)].with_those_of(pool)
-            for pool in tree.all_pools()
-        }
+        moved = {(pool.name, bool(pool.offset)): self._moves_of(pool) for pool in tree.all_pools()}
         return self._snapshots_evicted + tree.snapshots_evicted, moved
+
+    def _moves_of(self, pool: PagePool) -> Moves:
+        return self._moved[pool.name, bool(pool.offset)].with_those_of(pool)
 
     @changing
     def release(self, state: CacheState) -> None:
@@ -923,7 +923,7 @@ class CacheManager:
         return sum(pool.num_rows * pool.page_bytes for pool in self.layout.pools)
 
     def _tier_stats(self, pools: list[PagePool], limit: int, failures: Mapping[str, int] | None = None) -> TierStats:
-        moves = {pool.name: self._moved[pool.name, bool(pool.offset)].with_those_of(pool) for pool in pools}
+        moves = {pool.name: self._moves_of(pool) for pool in pools}
         used = 0
         for pool, geometry in zip(pools, self.layout.pools, strict=True):
             used += (pool.total - pool.free) * geometry.page_bytes
