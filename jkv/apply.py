@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.layout import INT32_MAX
-from jkv.plan import CHUNK, SMALL_ENTRIES, ZERO, Plan
+from jkv.plan import CHUNK, ENTRY_CHUNK, NO_ENTRIES, ZERO, Plan
 from jkv.state import CacheState, Pools
 
 Tables = tuple[jax.Array, ...]
@@ -43,18 +43,29 @@ def apply(state: CacheState, plan: Plan) -> CacheState:
         slots = {"recurrent": plan.slots, "candidates": plan.candidates}
         state = dataclasses.replace(state, state_slots=_replaced(state.state_slots, slots))
 
-    # The first array of copies shares its dispatch with the entries; more of them are rare (a whole batch resumed).
-    # Without entries the dispatch gets an empty array of them, not a variant of its own that would compile late.
-    entries, num_entries = plan.entries, plan.num_entries
-    if entries is not None and not plan.copies:
-        return _with_tables(state, _enter(_tables(state), entries, num_entries))
-    for copies, count in zip(plan.copies, plan.num_copies, strict=True):
-        if entries is None:
-            entries, num_entries = np.zeros((3, SMALL_ENTRIES), np.int32), np.zeros((), np.int32)
-        pools, tables = _copy_and_enter(state.pools, _tables(state), copies, count, entries, num_entries)
+    # The last array of entries shares its dispatch with the first one of copies; more are rare (a long prompt found, a
+    # whole batch resumed). Without entries the dispatch gets an array of none: it is no variant of its own.
+    entries = [*zip(plan.entries, plan.num_entries, strict=True)]
+    shared = entries.pop() if entries and plan.copies else NO_ENTRIES
+    for each, count in entries:
+        state = _with_tables(state, _enter(_tables(state), each, count))
+    for copies, num_copies in zip(plan.copies, plan.num_copies, strict=True):
+        pools, tables = _copy_and_enter(state.pools, _tables(state), copies, num_copies, *shared)
         state = _with_tables(dataclasses.replace(state, pools=pools), tables)
-        entries = None
+        shared = NO_ENTRIES
     return state
+
+
+def compile_apply(state: CacheState, blank: Plan) -> None:
+    """Compiles all that `apply` ever calls for states like this one: two variants. Runs nothing, changes nothing.
+
+    A later call with arguments of the same shapes finds what is compiled here. `blank`: from `PlanBuilder.blank`.
+    """
+    tables = _tables(state)
+    entries, copies = (blank.entries[0], blank.num_entries[0]), (blank.copies[0], blank.num_copies[0])
+    if tables:
+        _enter.lower(tables, *entries).compile()
+    _copy_and_enter.lower(state.pools, tables, *copies, *entries).compile()
 
 
 def _tables(state: CacheState) -> Tables:
@@ -89,11 +100,11 @@ def _set_entries(tables: Tables, entries: jax.Array, count: jax.Array) -> Tables
       entries: int32[3, E]: group ordinal, row * max_pages + column, page id; no place twice.
       count: int32[].
     """
-    offsets = jnp.arange(SMALL_ENTRIES, dtype=jnp.int32)
+    offsets = jnp.arange(ENTRY_CHUNK, dtype=jnp.int32)
 
     def set_chunk(i: jax.Array, flat: Tables) -> Tables:
-        start = i * SMALL_ENTRIES
-        chunk = jax.lax.dynamic_slice_in_dim(entries, start, SMALL_ENTRIES, axis=1)
+        start = i * ENTRY_CHUNK
+        chunk = jax.lax.dynamic_slice_in_dim(entries, start, ENTRY_CHUNK, axis=1)
         group = jnp.where(start + offsets < count, chunk[0], -1)
         return tuple(
             table.at[jnp.where(group == ordinal, chunk[1], INT32_MAX)].set(chunk[2], mode="drop")
@@ -101,7 +112,7 @@ def _set_entries(tables: Tables, entries: jax.Array, count: jax.Array) -> Tables
         )
 
     flat = tuple(table.reshape(-1) for table in tables)
-    flat = jax.lax.fori_loop(0, _chunks(count, SMALL_ENTRIES), set_chunk, flat)
+    flat = jax.lax.fori_loop(0, _chunks(count, ENTRY_CHUNK), set_chunk, flat)
     return tuple(new.reshape(old.shape) for new, old in zip(flat, tables, strict=True))
 
 

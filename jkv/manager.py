@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jkv.announcing import Announcing
-from jkv.apply import apply
+from jkv.apply import apply, compile_apply
 from jkv.batches import Batch, Batches
 from jkv.config import (
     CacheConfig,
@@ -753,6 +753,30 @@ class CacheManager:
         state = self._carried_out(state)
         self._batches.put_in_flight(batch)
         return state
+
+    @serialised
+    def warmup(self, state: CacheState) -> None:
+        """Compiles every variant up front: afterwards traffic compiles nothing but the model's own steps.
+
+        They are two for `prepare`, and with host memory two more for each pool. Nothing runs and nothing is copied on the
+        device: `state` is as it was. To be called anew where shapes are: after `resize_tier` of the device, `rebalance`.
+
+        Args:
+          state: the latest state; not donated.
+
+        Raises:
+          SequenceStateError: the state is another manager's, or was donated to an earlier call.
+
+        >>> import jkv
+        >>> layers = {"attn": jkv.AttentionLayer(jkv.kv_buffers(1, 8))}
+        >>> manager = jkv.CacheManager(jkv.CacheConfig(layers, 2, 64, page_size=4, tiers=jkv.DeviceTier(pages=16)))
+        >>> state = manager.init()
+        >>> manager.warmup(state)
+        """
+        self._check_state("warmup", state)
+        compile_apply(state, self._host.builder.blank())
+        if self._memory is not None:
+            self._memory.compile(state)
 
     # Many sequences at once: the outcome of the sequences' own calls, at a cost that hardly depends on their number
     # where none of them needs, fills or loses a page.

@@ -29,7 +29,9 @@ from jkv.layout import HOST, INT32_MAX, Layout
 ZERO = -1  # as a source: zeros
 UNUSED = INT32_MAX  # as a destination: dropped
 CHUNK = 8  # copies that the device gathers together before it scatters them
-SMALL_ENTRIES = 256
+ENTRIES = 1024  # of one dispatch
+ENTRY_CHUNK = 256  # entries that the device sets together
+NO_ENTRIES = np.zeros((3, ENTRIES), np.int32), np.zeros((), np.int32)  # never written
 NO_CANDIDATES = np.zeros((0, 2, 0), np.int32)
 Pages = Mapping[int, np.ndarray]  # {pool ordinal: int32[2, n]}: [0] sources, [1] destinations
 NO_PAGES: Pages = MappingProxyType({})
@@ -63,8 +65,8 @@ class Plan(NamedTuple):
     """Device work of one `prepare`. NumPy arrays, fresh for each plan and never written again.
 
     Attributes:
-      entries: int32[3, E]: attention group ordinal, row * max_pages + column, page id; None: no entries.
-      num_entries: int32[]: how many of them count.
+      entries: int32[3, ENTRIES] each: attention group ordinal, row * max_pages + column, page id.
+      num_entries: int32[] each: how many of them count; what is behind them is garbage.
       tables: whole page tables instead, where the entries are too many: {group: int32[max_sequences, max_pages]}.
       slots: int32[max_sequences]: all of state_slots["recurrent"]; None: unchanged.
       candidates: int32[max_sequences, 2, max_drafts + 1]: all of state_slots["candidates"]; None: unchanged.
@@ -77,8 +79,8 @@ class Plan(NamedTuple):
       given: pages and states that came from the store.
     """
 
-    entries: np.ndarray | None
-    num_entries: np.ndarray
+    entries: tuple[np.ndarray, ...]
+    num_entries: tuple[np.ndarray, ...]
     tables: dict[str, np.ndarray] | None
     slots: np.ndarray | None
     candidates: np.ndarray | None
@@ -152,7 +154,7 @@ class PlanBuilder:
     >>> config = CacheConfig({"a": AttentionLayer(kv_buffers(1, 4))}, 2, 64, tiers=(DeviceTier(pages=8),))
     >>> builder = PlanBuilder(make_layout(config), lambda row, group: np.array([5], np.int32), np.zeros(2, np.int32))
     >>> builder.mark(row=1, group=0, start=0, stop=1)
-    >>> builder.build().entries[:, 0].tolist()
+    >>> builder.build().entries[0][:, 0].tolist()
     [0, 4, 5]
     """
 
@@ -175,8 +177,8 @@ class PlanBuilder:
         self._no_copies = np.zeros((len(layout.pools), 2, width), np.int32)
         self._no_copies[:, 1] = UNUSED
         self._columns = np.arange(layout.max_pages, dtype=np.int32)
-        widest = 2 * len(self._groups) * layout.max_pages
-        self._large_entries = max(4 * SMALL_ENTRIES, -(-widest // SMALL_ENTRIES) * SMALL_ENTRIES)
+        # to put whole tables costs as much as to dispatch ENTRIES for every 64 times as many that they have
+        self._most_entries = max(ENTRIES, len(self._groups) * layout.max_sequences * layout.max_pages // 64)
         self.host_pages = tuple(host_pages)
         self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
         self._writes: list[Write] = []
@@ -248,6 +250,12 @@ class PlanBuilder:
             start, stop = min(start, span[0]), max(stop, span[1])
         self._spans[key] = (start, stop)
 
+    def blank(self) -> Plan:
+        """A plan with one of each array that goes into a jitted call, where nothing counts: for their shapes."""
+        entries, num_entries = NO_ENTRIES
+        num_copies = np.zeros(len(self._no_copies), np.int32)
+        return Plan((entries,), (num_entries,), None, None, None, (self._no_copies.copy(),), (num_copies,))
+
     def snapshot(self) -> tuple:
         """A comparable picture of what is pending (tests: a refused call leaves it as it was)."""
         return (
@@ -278,14 +286,16 @@ class PlanBuilder:
         self._spans.clear()
         self.slots_changed = self.candidates_changed = False
 
-    def _build_entries(self) -> tuple[np.ndarray | None, np.ndarray, dict[str, np.ndarray] | None]:
+    def _build_entries(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], dict[str, np.ndarray] | None]:
+        """The plan's entries, num_entries and tables."""
         count = sum(stop - start for start, stop in self._spans.values())
         if count == 0:
-            return None, np.array(0, np.int32), None
-        if count > self._large_entries:
-            return None, np.array(0, np.int32), self._whole_tables()
+            return (), (), None
+        if count > self._most_entries:
+            return (), (), self._whole_tables()
         max_pages = self._layout.max_pages
-        entries = np.empty((3, SMALL_ENTRIES if count <= SMALL_ENTRIES else self._large_entries), np.int32)
+        starts = range(0, count, ENTRIES)
+        entries = np.empty((3, len(starts) * ENTRIES), np.int32)
         singles: list[tuple[int, int, int]] = []  # decode steps change one entry per row: one array for all of them
         at = 0
         for (row, group), (start, stop) in self._spans.items():
@@ -303,7 +313,8 @@ class PlanBuilder:
         if singles:
             entries[:, at:count] = np.array(singles, np.int32).T
         self._check_entries(entries[:, :count])
-        return entries, np.array(count, np.int32), None
+        arrays = tuple(np.ascontiguousarray(entries[:, at : at + ENTRIES]) for at in starts)
+        return arrays, tuple(np.array(min(count - at, ENTRIES), np.int32) for at in starts), None
 
     def _check_entries(self, entries: np.ndarray) -> None:
         """Gather clamps and scatter drops on the device: a wrong index would be silent there."""

@@ -20,7 +20,7 @@ import jkv
 from jkv.apply import apply
 from jkv.errors import IntegrityError
 from jkv.layout import HOST, make_layout
-from jkv.plan import CHUNK, SMALL_ENTRIES, UNUSED, ZERO, PlanBuilder, Write, schedule
+from jkv.plan import CHUNK, ENTRIES, UNUSED, ZERO, PlanBuilder, Write, schedule
 from jkv.state import CacheState, init_state
 
 ROWS, PAGE_SIZE, MAX_LENGTH = 3, 2, 64
@@ -549,24 +549,28 @@ def test_f26_without_host_memory_there_is_no_such_place():
 # ------------------------------------------------------------------------------------------------ table entries
 
 
+COLUMNS = 25_000  # of each of two groups and three rows: whole tables from 2 * 3 * 25,000 / 64 entries on
+MOST = 2_343
+
+
 def final_tables(seed=0):
-    return np.random.default_rng(seed).integers(0, NUM_PAGES["window:4"] + 1, (2, ROWS, 500), dtype=np.int32)
+    return np.random.default_rng(seed).integers(0, NUM_PAGES["window:4"] + 1, (2, ROWS, COLUMNS), dtype=np.int32)
 
 
 @functools.cache
 def long_layout():
-    """500 columns in each of two groups and three rows: more than a large array of entries takes."""
+    """COLUMNS in each of two groups and three rows: some arrays of entries, or whole tables."""
     layers = {
         "full": jkv.AttentionLayer(jkv.kv_buffers(1, 2, jnp.float32)),
         "window": jkv.AttentionLayer(jkv.kv_buffers(1, 1, jnp.float32), window=4),
     }
     tier = jkv.DeviceTier(pages=40)
-    return make_layout(jkv.CacheConfig(layers, ROWS, 1000, page_size=2, tiers=(tier,)))
+    return make_layout(jkv.CacheConfig(layers, ROWS, 2 * COLUMNS, page_size=2, tiers=(tier,)))
 
 
 def entered(parts):
-    """(tables on the device, shapes of the plans' entries) after entering column ranges, one plan per list of parts."""
-    layout, tables, final = long_layout(), np.zeros((2, ROWS, 500), np.int32), final_tables()
+    """(tables on the device, arrays of entries per plan) after entering column ranges, one plan per list of parts."""
+    layout, tables, final = long_layout(), np.zeros((2, ROWS, COLUMNS), np.int32), final_tables()
     builder = PlanBuilder(layout, lambda row, group: tables[group, row], np.zeros(ROWS, np.int32))
     state, kinds = init_state(layout), []
     for plan_parts in parts:
@@ -574,32 +578,24 @@ def entered(parts):
             tables[group, row, start:stop] = final[group, row, start:stop]
             builder.mark(row, group, start, stop)
         plan = builder.build()
-        kinds.append("whole" if plan.tables is not None else plan.entries.shape[1])
+        kinds.append("whole" if plan.tables is not None else len(plan.entries))
         state = apply(state, plan)
         builder.clear()
     return np.stack([np.array(state.page_tables[name]) for name in ("full", "window:4")]), kinds
 
 
-WHOLE_ROWS = [(group, row, 0, 500) for group in range(2) for row in range(ROWS)]
-LARGE = 2048  # two groups of 500 entries, twice, in multiples of 256
+WHOLE_ROWS = [(group, row, 0, COLUMNS) for group in range(2) for row in range(ROWS)]
 
 
-@pytest.mark.parametrize(
-    ("parts", "kind"),
-    [
-        ([[(g, r, at, at + 250)] for g, r, _, _ in WHOLE_ROWS for at in (0, 250)], SMALL_ENTRIES),
-        ([WHOLE_ROWS[:2], WHOLE_ROWS[2:]], LARGE),
-        ([WHOLE_ROWS], "whole"),
-    ],
-    ids=["small", "large", "whole"],
-)
-def test_small_and_large_and_whole_tables_end_alike(parts, kind):
+@pytest.mark.parametrize(("step", "kind"), [(1_000, 1), (2_500, "whole"), (COLUMNS, "whole")])
+def test_entries_and_whole_tables_end_alike(step, kind):
+    parts = [[(g, r, at, at + step)] for g, r, _, _ in WHOLE_ROWS for at in range(0, COLUMNS, step)]
     tables, kinds = entered(parts)
     assert set(kinds) == {kind}
     np.testing.assert_array_equal(tables, final_tables())
 
 
-@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 2048, 2049])
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 1024, 1025, 2048, 2049, MOST, MOST + 1])
 def test_every_number_of_entries(count):
     parts = []
     for group, row, _, _ in WHOLE_ROWS:
@@ -611,7 +607,7 @@ def test_every_number_of_entries(count):
     for group, row, start, stop in parts:
         wanted[group, row, start:stop] = final_tables()[group, row, start:stop]
     np.testing.assert_array_equal(tables, wanted)
-    assert kinds == [SMALL_ENTRIES if count <= 256 else LARGE if count <= LARGE else "whole"]
+    assert kinds == [-(-count // ENTRIES) if count <= MOST else "whole"]
 
 
 def test_the_last_word_on_an_entry_wins():
@@ -686,16 +682,14 @@ def test_shapes_are_few_and_fixed():
         decide_at_random(decisions, rng)
         decisions.builder.slots_changed = bool(rng.integers(2))
         plan = decisions.builder.build()
-        shapes["entries"].add(None if plan.entries is None else plan.entries.shape)
+        shapes["entries"] |= {array.shape for array in plan.entries}
         shapes["copies"] |= {array.shape for array in plan.copies}
-        shapes["counts"] |= {array.shape for array in plan.num_copies}
+        shapes["counts"] |= {array.shape for array in (*plan.num_copies, *plan.num_entries)}
         shapes["slots"].add(None if plan.slots is None else plan.slots.shape)
-        arrays = [plan.num_entries, *plan.copies, *plan.num_copies]
-        arrays += [array for array in (plan.entries, plan.slots) if array is not None]
-        assert {array.dtype for array in arrays} == {INT32} and plan.num_entries.shape == ()
-    assert shapes["entries"] <= {None, (3, SMALL_ENTRIES), (3, 4 * SMALL_ENTRIES)}
+        assert {array.dtype for array in arrays_of(plan)} <= {INT32}
+    assert shapes["entries"] == {(3, ENTRIES)}
     assert shapes["copies"] == {(3, 2, 64)}
-    assert shapes["counts"] == {(3,)}
+    assert shapes["counts"] == {(3,), ()}
     assert shapes["slots"] == {None, (ROWS,)}
 
 
@@ -718,7 +712,7 @@ def test_more_copies_than_one_array_takes():
 
 
 def arrays_of(plan):
-    found = [plan.entries, plan.num_entries, plan.slots, *plan.copies, *plan.num_copies]
+    found = [*plan.entries, *plan.num_entries, plan.slots, *plan.copies, *plan.num_copies]
     found += list((plan.tables or {}).values())
     return [array for array in found if array is not None]
 
@@ -736,17 +730,16 @@ def test_build_is_repeatable_until_clear_and_its_arrays_are_fresh(whole):
     builder.slots_changed = True
     first, second = builder.build(), builder.build()
     assert (first.tables is not None) == whole
-    count = int(first.num_entries)
     for a, b in zip(arrays_of(first), arrays_of(second), strict=True):
         assert not np.shares_memory(a, b)
         assert not np.shares_memory(a, tables) and not np.shares_memory(a, slots)
-        if a is first.entries:
-            a, b = a[:, :count], b[:, :count]
+        if not whole and a is first.entries[0]:
+            a, b = a[:, : first.num_entries[0]], b[:, : first.num_entries[0]]
         np.testing.assert_array_equal(a, b)
     builder.clear()
     assert builder.empty and builder.num_copies == 0
     empty = builder.build()
-    assert empty.entries is None and empty.tables is None and empty.slots is None and empty.copies == ()
+    assert empty.entries == () and empty.tables is None and empty.slots is None and empty.copies == ()
 
 
 def test_a_built_plan_does_not_follow_later_decisions():
@@ -761,7 +754,7 @@ def test_a_built_plan_does_not_follow_later_decisions():
     decisions.copy(0, 7, 8)
     decisions.slots[0] = 2
     decisions.builder.build()
-    assert int(plan.num_entries) == 1 and plan.entries[:, 0].tolist() == [0, 0, 5]
+    assert int(plan.num_entries[0]) == 1 and plan.entries[0][:, 0].tolist() == [0, 0, 5]
     assert plan.num_copies[0].tolist() == [1, 0, 0] and plan.copies[0][0, :, 0].tolist() == [3, 4]
     assert plan.slots.tolist() == [1, 0, 0]
 

@@ -152,11 +152,15 @@ def _placed(values: Values, array: jax.Array) -> Values:
     return jax.device_put(values, array.sharding)
 
 
+def _scatter_arguments(arrays: Arrays, load: Load) -> tuple[Arrays, Values, np.ndarray, np.ndarray]:
+    places = np.stack([_filled_up(load.rows), _filled_up(load.pages)])
+    return arrays, _placed(load.values, arrays[0]), places, np.array(len(load.pages), np.int32)
+
+
 def _loaded(state: CacheState, load: Load) -> CacheState:
     """`state` with what is loaded; the pool's old arrays are donated."""
     arrays, structure = jax.tree.flatten(state.pools[load.pool])
-    places = np.stack([_filled_up(load.rows), _filled_up(load.pages)])
-    arrays = _scatter(arrays, _placed(load.values, arrays[0]), places, np.array(len(load.pages), np.int32))
+    arrays = _scatter(*_scatter_arguments(arrays, load))
     pools = list(state.pools)
     pools[load.pool] = jax.tree.unflatten(structure, arrays)
     return dataclasses.replace(state, pools=tuple(pools))
@@ -263,6 +267,17 @@ class HostMemory:
                     del self._landings[key]
             self._failed.clear()
         return state
+
+    def compile(self, state: CacheState) -> None:
+        """Compiles all that `dispatch` ever calls beside `apply` for states like this one: two variants per pool.
+
+        Runs nothing, changes nothing. Takes one fresh array per layer and buffer of a pool, as a load does.
+        """
+        for pool, layers in enumerate(state.pools):
+            arrays = jax.tree.leaves(layers)
+            _gather.lower(arrays, _filled_up([])).compile()
+            load = Load(pool, self._fresh(arrays, pool, [(0, 0, None)]), [0], [0])
+            _scatter.lower(*_scatter_arguments(arrays, load)).compile()
 
     def _views(self, pool: int, parts: Sequence[memoryview | np.ndarray]) -> Parts:
         views = [np.frombuffer(part, np.uint8) for part in parts]
