@@ -1,16 +1,21 @@
-"""How often the backend compiles during random traffic, and when it does so for the last time.
+"""How often the backend compiles during random traffic, when it does so for the last time, and what warmup takes.
 
-    python -m tests.benchmarks.bench_compilations
+    python -m tests.benchmarks.bench_compilations [traffic] [warmup] [--json FILE]
 
-A small hybrid model (full attention, a window with sinks, a recurrent state), its jitted step with the state donated,
-prefill chunks padded to two sizes and decode batches padded to the number of rows. Requests of random length come,
-share prefixes, are suspended, resumed and closed while the pools are too small for all of them, so that every kind of
-plan comes up: none, table entries, copies, both.
+traffic: a small hybrid model (full attention, a window with sinks, a recurrent state), its jitted step with the state
+donated, prefill chunks padded to two sizes and decode batches padded to the number of rows. Requests of random length
+come, share prefixes, are suspended, resumed and closed while the pools are too small for all of them, so that every
+kind of plan comes up: none, table entries, copies, both; with host memory also what leaves for it and comes back.
+A day of it is 20,000 steps: jkv's own variants, and nothing of anybody's in the second half.
+
+warmup: `CacheManager.warmup` of a model of 32 layers, each time for pools of other sizes, which compile anew.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,22 +25,28 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
+from tests.benchmarks.report import Report, main
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 ROWS, MAX_LENGTH, PAGE, VOCAB, DIM, HEADS = 6, 256, 8, 64, 16, 2
 CHUNKS = (16, 64)  # prefill chunks are padded to one of these
-STEPS = 1_000
+STEPS = 20_000
+ROUNDS = 3  # of warmup
 
 
-def make_manager() -> jkv.CacheManager:
-    """Pools for about two and a half sequences of max_length, and six live states with ten snapshots."""
+def make_manager(host: bool = False) -> jkv.CacheManager:
+    """Pools for about two and a half sequences of max_length, and six live states with ten snapshots.
+
+    `host`: and host memory for as much again.
+    """
     layers = {
         "full": jkv.AttentionLayer(jkv.kv_buffers(HEADS, DIM // HEADS, jnp.float32)),
         "window": jkv.AttentionLayer(jkv.kv_buffers(1, DIM // HEADS, jnp.bfloat16), window=32, sinks=4),
         "state": jkv.RecurrentLayer({"h": jkv.Buffer((DIM,), jnp.float32)}),
     }
-    tier = jkv.DeviceTier(pages={"full": 80, "window:32+4": 60, "recurrent": ROWS + 10})
-    return jkv.CacheManager(jkv.CacheConfig(layers, ROWS, MAX_LENGTH, page_size=PAGE, tiers=(tier,)))
+    pages = {"full": 80, "window:32+4": 60, "recurrent": ROWS + 10}
+    tiers = (jkv.DeviceTier(pages=pages), *([jkv.HostTier(pages=pages)] if host else []))
+    return jkv.CacheManager(jkv.CacheConfig(layers, ROWS, MAX_LENGTH, page_size=PAGE, tiers=tiers))
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -68,12 +79,22 @@ class Request:
 
 
 class Traffic:
-    """Random requests against one manager; `step` is one prepare and one call of the model."""
+    """Random requests against one manager; `step` is one prepare and one call of the model.
 
-    def __init__(self, seed: int = 0):
+    Args:
+      host: with host memory.
+      model: False: only the prepare.
+
+    Attributes:
+      own: compilations during `prepare`.
+    """
+
+    def __init__(self, seed: int = 0, host: bool = False, model: bool = True):
         self.rng = np.random.default_rng(seed)
-        self.manager = make_manager()
+        self.manager = make_manager(host)
         self.state = self.manager.init()
+        self.model = model
+        self.own = 0
         self.params = jax.device_put(self.rng.normal(size=(VOCAB, DIM)).astype(np.float32), jax.devices()[0])
         self.system_prompts = [self.rng.integers(0, VOCAB, n, dtype=np.int32) for n in (24, 70, 100)]
         self.active: list[Request] = []
@@ -140,7 +161,11 @@ class Traffic:
 
     def _run(self, requests: list[Request], size: int, ids: list[np.ndarray]) -> None:
         """One step: tokens padded to `size`, a decode batch padded to all rows."""
-        self.state, rows = self.manager.prepare(self.state, [request.seq for request in requests])
+        with compilations() as seen:
+            self.state, rows = self.manager.prepare(self.state, [request.seq for request in requests])
+        self.own += len(seen)
+        if not self.model:
+            return
         batch = 1 if size > 1 else ROWS
         padded, tokens = np.full(batch, -1, np.int32), np.zeros((batch, size), np.int32)
         positions = np.full((batch, size), -1, np.int32)
@@ -167,10 +192,10 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
-def count_compilations(steps: int, seed: int = 0) -> tuple[Traffic, list[int]]:
+def count_compilations(steps: int, seed: int = 0, host: bool = False) -> tuple[Traffic, list[int]]:
     """Runs `steps` steps; the number of compilations during each."""
     with compilations() as seen:
-        traffic, counts = Traffic(seed), []
+        traffic, counts = Traffic(seed, host), []
         for _ in range(steps):
             before = len(seen)
             traffic.step()
@@ -178,17 +203,60 @@ def count_compilations(steps: int, seed: int = 0) -> tuple[Traffic, list[int]]:
     return traffic, counts
 
 
-def main() -> None:
-    traffic, counts = count_compilations(STEPS)
-    stats, last = traffic.manager.stats(), max(i for i, n in enumerate(counts) if n)
-    print(f"JAX {jax.__version__}: {sum(counts)} compilations in {STEPS:,} steps, the last one in step {last}")
-    print(f"in the second half: {sum(counts[STEPS // 2 :])}")
-    print(
-        f"traffic: {stats.lookups} requests, {stats.reused_tokens:,} of {stats.looked_up_tokens:,} prompt tokens "
-        f"reused, {sum(stats.evicted_pages.values()):,} pages evicted, {stats.snapshots_taken} snapshots"
-    )
-    traffic.manager.check()
+def bench_traffic(report: Report) -> None:
+    """20,000 steps of random traffic, without and with host memory."""
+    for host, where in ((False, "device alone"), (True, "with host memory")):
+        traffic, counts = count_compilations(STEPS, host=host)
+        stats, last = traffic.manager.stats(), max(i for i, n in enumerate(counts) if n)
+        moved = sum(stats.tiers["device"].offloaded.values()) if host else 0
+        report.add(
+            f"{where}: variants of jkv's own",
+            traffic.own,
+            at_most=8,
+            compilations=sum(counts),
+            last_in_step=last,
+            requests=stats.lookups,
+            reused_tokens=stats.reused_tokens,
+            evicted_pages=sum(stats.evicted_pages.values()),
+            offloaded_pages=moved,
+            snapshots=stats.snapshots_taken,
+        )
+        report.add(f"{where}: compilations in the second half", sum(counts[STEPS // 2 :]), at_most=0)
+        traffic.manager.check()
 
+
+def layers_of(count: int) -> dict[str, jkv.AttentionLayer | jkv.RecurrentLayer]:
+    """Of 8 layers 3 with full attention, 3 with a window, 2 with a recurrent state of two buffers."""
+    kinds = (
+        *[jkv.AttentionLayer(jkv.kv_buffers(2, 16))] * 3,
+        *[jkv.AttentionLayer(jkv.kv_buffers(1, 16), window=128)] * 3,
+        *[jkv.RecurrentLayer({"conv": jkv.Buffer((16, 3)), "ssm": jkv.Buffer((4, 4), jnp.float32)})] * 2,
+    )
+    return {f"layer{i}": kinds[i % len(kinds)] for i in range(count)}
+
+
+def bench_warmup(report: Report) -> None:
+    """Seconds of `warmup`, 32 layers in three groups."""
+    for host, where in ((False, "device alone"), (True, "with host memory")):
+        taken, variants = [], 0
+        for turn in range(ROUNDS):
+            other = turn + ROUNDS * host
+            pages = {"full": 1024 + other, "window:128": 512 + other, "recurrent": 64 + other}
+            tiers = (jkv.DeviceTier(pages=pages), *([jkv.HostTier(pages=pages)] if host else []))
+            manager = jkv.CacheManager(jkv.CacheConfig(layers_of(32), 32 + other, 4096, tiers=tiers))
+            state = manager.init()
+            with compilations() as seen:
+                start = time.perf_counter()
+                manager.warmup(state)
+                taken.append(time.perf_counter() - start)
+            variants = len(seen)
+        report.add(
+            f"{where}: warmup, 32 layers", statistics.median(taken), "s", at_most=5, first=taken[0], variants=variants
+        )
+        report.add(f"{where}: variants", variants, at_most=8)
+
+
+PARTS = {"traffic": bench_traffic, "warmup": bench_warmup}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, PARTS)
