@@ -758,8 +758,8 @@ class CacheManager:
     def warmup(self, state: CacheState) -> None:
         """Compiles every variant up front: afterwards traffic compiles nothing but the model's own steps.
 
-        They are two for `prepare`, and with host memory two more for each pool. Nothing runs and nothing is copied on the
-        device: `state` is as it was. To be called anew where shapes are: after `resize_tier` of the device, `rebalance`.
+        They are two for `prepare`, and with host memory two more for each pool. Nothing runs on the device: `state` is
+        as it was. New shapes, as after `rebalance` or `resize_tier` of the device, are to be warmed up anew.
 
         Args:
           state: the latest state; not donated.
