@@ -206,6 +206,7 @@ def count_compilations(steps: int, seed: int = 0, host: bool = False) -> tuple[T
 def bench_traffic(report: Report) -> None:
     """20,000 steps of random traffic, without and with host memory."""
     for host, where in ((False, "device alone"), (True, "with host memory")):
+        jax.clear_caches()
         traffic, counts = count_compilations(STEPS, host=host)
         stats, last = traffic.manager.stats(), max(i for i, n in enumerate(counts) if n)
         moved = sum(stats.tiers["device"].offloaded.values()) if host else 0
