@@ -1,14 +1,14 @@
 """The store against TensorStore alone: 64 values of 512 KiB, written and read.
 
-    python -m tests.benchmarks.bench_store [directory]
+    python -m tests.benchmarks.bench_store [values] [--json FILE]
 
 Both move the same bytes in the same run, in turns, each time to new keys; "alone" waits for the same writes and reads
-without headers, checksums and an index. Files are not forced to disk (no fsync) in either.
+without headers, checksums and an index. Files are not forced to disk (no fsync) in either. They lie in a temporary
+directory, so where the environment's TMPDIR says.
 """
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import statistics
 import tempfile
@@ -23,6 +23,7 @@ from jkv.config import AttentionLayer, CacheConfig, DeviceTier, StoreTier, kv_bu
 from jkv.layout import make_layout
 from jkv.tiers.keys import page_name
 from jkv.tiers.store import Store
+from tests.benchmarks.report import Report, main
 
 VALUES = 64
 VALUE_BYTES = 512 * 2**10
@@ -102,19 +103,18 @@ def measure(directory: str) -> dict[str, dict[str, list[float]]]:
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("directory", nargs="?", help="where to write; default: a temporary one")
-    with tempfile.TemporaryDirectory(dir=parser.parse_args().directory) as directory:
+def bench_values(report: Report) -> None:
+    """Speed of TensorStore alone that writing and reading through Store reach: medians of the rounds' ratios."""
+    with tempfile.TemporaryDirectory() as directory:
         times = measure(directory)
     gigabytes = VALUES * VALUE_BYTES / 1e9
-    print(f"{VALUES} values of {VALUE_BYTES // 2**10} KiB, medians of {ROUNDS} rounds")
-    print(f"{'':8}{'TensorStore alone':>20}{'Store':>14}{'ratio':>8}")
     for kind, ways in times.items():
-        speed = {way: gigabytes / statistics.median(each) for way, each in ways.items()}
         ratio = statistics.median(a / b for a, b in zip(ways["alone"], ways["store"], strict=True))
-        print(f"{kind:8}{speed['alone']:15.2f} GB/s{speed['store']:9.2f} GB/s{ratio:8.2f}")
+        speed = {f"{way}_GB_per_s": gigabytes / statistics.median(each) for way, each in ways.items()}
+        report.add(f"{kind} of {VALUES} values of {VALUE_BYTES // 2**10} KiB", ratio, at_least=0.7, **speed)
 
+
+PARTS = {"values": bench_values}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, PARTS)

@@ -1,12 +1,14 @@
 """Pages to host memory and back, against a NumPy copy of the same bytes; and what allocating there costs.
 
-    python -m tests.benchmarks.bench_tiers
+    python -m tests.benchmarks.bench_tiers [transfers] [allocation] [step] [--json FILE]
 
-64 pages of 512 KiB in 8 layers leave the device for host memory and come back: until they have landed, or are on the
-device, in turn with a NumPy copy of the same bytes in the same run. Offload moves the bytes twice (gather, landing),
-as onboard does (a fresh array, scatter), so 0.5 of a copy is the ceiling; 0.35 is wanted. Then allocating and releasing
-64 pages of a tier of 262,144 against one of 4,096, and a decode step while 64 pages go out and 64 come in
-against one without: at most 1.5 each.
+transfers: 64 pages of 512 KiB in 8 layers leave the device for host memory and come back: until they have landed, or
+are on the device, in turn with a NumPy copy of the same bytes in the same run. Offload moves the bytes twice (gather,
+landing), as onboard does (a fresh array, scatter), so 0.5 of a copy is the ceiling.
+
+allocation: allocating and releasing 64 pages of a tier of 262,144 against one of 4,096.
+
+step: a decode step while 64 pages go out and 64 come in, against one without.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from jkv.pages import PagePool
 from jkv.plan import PlanBuilder
 from jkv.state import init_state
 from jkv.tiers.host import HostMemory
-from tests.benchmarks.bench_host import alternate
+from tests.benchmarks.report import Report, main
+from tests.benchmarks.timing import alternate
 
 PAGES, PAGE_BYTES, LAYERS, PAGE = 64, 512 * 2**10, 8, 16
 ROUNDS = 30
+CALLS = 100  # of the allocator, a round
 
 
 def layers_of(dtype: np.dtype) -> dict[str, jkv.AttentionLayer]:
@@ -81,22 +85,23 @@ class Bench:
         jax.block_until_ready(self.state.pools)
 
 
-def bench_transfers(dtype: np.dtype) -> None:
-    bench = Bench(dtype)
-    calls = bench.copy, bench.offload, bench.onboard
-    alternate(*calls, rounds=3)
-    copy, offload, onboard = alternate(*calls, rounds=ROUNDS)
-    bench.memory.close()
-    rate = [bench.bytes / seconds / 1e9 for seconds in (copy, offload, onboard)]
-    print(
-        f"{np.dtype(dtype).name:>9}: copy {rate[0]:5.1f} GB/s   "
-        f"offload {rate[1]:5.1f} GB/s, ratio {copy / offload:.2f}   "
-        f"onboard {rate[2]:5.1f} GB/s, ratio {copy / onboard:.2f}"
-    )
+def bench_transfers(report: Report) -> None:
+    """Speed of a NumPy copy of the same bytes that offload and onboard reach."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        bench = Bench(dtype)
+        calls = bench.copy, bench.offload, bench.onboard
+        alternate(*calls, rounds=3)
+        copy, offload, onboard = alternate(*calls, rounds=ROUNDS)
+        bench.memory.close()
+        rate = bench.bytes / 1e9  # GB
+        for name, seconds in (("offload", offload), ("onboard", onboard)):
+            what = f"{name}, {np.dtype(dtype).name}, against a copy"
+            report.add(what, copy / seconds, at_least=0.35, GB_per_s=rate / seconds, copy_GB_per_s=rate / copy)
 
 
-def bench_allocation(few: int, many: int) -> None:
-    """64 pages taken and given back, 100 times a round."""
+def bench_allocation(report: Report) -> None:
+    """64 pages taken and given back, of many against of few."""
+    few, many = 4_096, 262_144
     geometry = make_layout(
         jkv.CacheConfig(layers_of(jnp.float32), 1, 64, page_size=PAGE, tiers=(jkv.DeviceTier(pages=64),))
     ).pools[0]
@@ -104,17 +109,18 @@ def bench_allocation(few: int, many: int) -> None:
 
     def call(pool: PagePool):
         def take_and_give(_: int) -> None:
-            for _ in range(100):
+            for _ in range(CALLS):
                 pool.release(pool.allocate(PAGES))
 
         return take_and_give
 
     small, large = alternate(*map(call, pools), rounds=300)
-    print(f"64 pages of {few:,}: {small * 1e4:.2f} us, of {many:,}: {large * 1e4:.2f} us   ratio {large / small:.2f}")
+    report.add(f"{PAGES} pages of {many:,}, against of {few:,}", large / small, at_most=1.5, us=1e6 * small / CALLS)
 
 
-def bench_decode_step(moving: int = 64) -> None:
-    """A step of a small model while `moving` pages go out and as many come in, against one without."""
+def bench_step(report: Report) -> None:
+    """A step of a small model while 64 pages go out and 64 come in, against one without."""
+    moving = PAGES
     layers = {f"layer{i}": jkv.AttentionLayer(jkv.kv_buffers(4, 64, jnp.float32)) for i in range(4)}
     pages, rows, length, width = 1024, 8, 512, 1024
     tiers = (jkv.DeviceTier(pages=pages), jkv.HostTier(pages=pages))
@@ -165,19 +171,17 @@ def bench_decode_step(moving: int = 64) -> None:
     alternate(plain, moved, rounds=3)
     without, with_moves = alternate(plain, moved, rounds=40)
     memory.wait()
-    size = moving * manager.layout.pools[0].page_bytes / 2**20
-    print(
-        f"decode step: {without * 1e3:.1f} ms, while {moving} pages ({size:.0f} MiB) go out and {moving} come in: "
-        f"{with_moves * 1e3:.1f} ms   ratio {with_moves / without:.2f}"
+    report.add(
+        f"decode step while {moving} pages go out and {moving} come in",
+        with_moves / without,
+        at_most=1.5,
+        ms=1e3 * with_moves,
+        without_ms=1e3 * without,
+        MiB_each_way=moving * manager.layout.pools[0].page_bytes / 2**20,
     )
 
 
-def main() -> None:
-    for dtype in (jnp.float32, jnp.bfloat16):
-        bench_transfers(dtype)
-    bench_allocation(4_096, 262_144)
-    bench_decode_step()
-
+PARTS = {"transfers": bench_transfers, "allocation": bench_allocation, "step": bench_step}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, PARTS)
