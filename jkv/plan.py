@@ -294,8 +294,7 @@ class PlanBuilder:
         if count > self._most_entries:
             return (), (), self._whole_tables()
         max_pages = self._layout.max_pages
-        starts = range(0, count, ENTRIES)
-        entries = np.empty((3, len(starts) * ENTRIES), np.int32)
+        entries = np.empty((3, max(count, ENTRIES)), np.int32)
         singles: list[tuple[int, int, int]] = []  # decode steps change one entry per row: one array for all of them
         at = 0
         for (row, group), (start, stop) in self._spans.items():
@@ -313,8 +312,15 @@ class PlanBuilder:
         if singles:
             entries[:, at:count] = np.array(singles, np.int32).T
         self._check_entries(entries[:, :count])
-        arrays = tuple(np.ascontiguousarray(entries[:, at : at + ENTRIES]) for at in starts)
-        return arrays, tuple(np.array(min(count - at, ENTRIES), np.int32) for at in starts), None
+        if count <= ENTRIES:
+            return (entries,), (np.array(count, np.int32),), None
+        arrays, counts = [], []
+        for at in range(0, count, ENTRIES):
+            part = entries[:, at : at + ENTRIES]
+            counts.append(np.array(part.shape[1], np.int32))
+            arrays.append(np.zeros((3, ENTRIES), np.int32))
+            arrays[-1][:, : part.shape[1]] = part
+        return tuple(arrays), tuple(counts), None
 
     def _check_entries(self, entries: np.ndarray) -> None:
         """Gather clamps and scatter drops on the device: a wrong index would be silent there."""

@@ -21,6 +21,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,56 +62,76 @@ def step(manager: jkv.CacheManager, seq: jkv.Sequence, tokens: np.ndarray) -> No
     seq.commit(tokens)
 
 
-def fill_tree(manager: jkv.CacheManager, rng: np.random.Generator) -> None:
-    """PROMPTS sequences of TOKENS tokens together come, one after the other, and go."""
-    cuts = np.sort(rng.integers(-4_000, 4_000, PROMPTS - 1)) + np.arange(1, PROMPTS) * (TOKENS // PROMPTS)
-    for length in np.diff(cuts, prepend=0, append=TOKENS).tolist():
-        tokens = rng.integers(0, 50_000, length, dtype=np.int32)
+def fill_tree(manager: jkv.CacheManager, tokens: int, prompts: int, rng: np.random.Generator) -> None:
+    """`prompts` sequences of `tokens` tokens together come, one after the other, and go."""
+    cuts = tokens * np.arange(1, prompts) // prompts + rng.integers(-4_000, 4_000, prompts - 1)
+    for length in np.diff(cuts, prepend=0, append=tokens).tolist():
+        ids = rng.integers(0, 50_000, length, dtype=np.int32)
         prompt = length - DECODED
-        with manager.open(tokens[:prompt]) as seq:
+        with manager.open(ids[:prompt]) as seq:
             if not seq.resume():
                 raise RuntimeError("no room")
             while seq.length < length:
-                stops = [point for point in seq.snapshot_points if point > seq.length]
-                n = min([CHUNK, prompt - seq.length, *(point - seq.length for point in stops)])
-                step(manager, seq, tokens[seq.length :][: max(1, n)])
+                stops = [point for point in (*seq.snapshot_points, prompt) if point > seq.length]
+                stop = min([seq.length + CHUNK, *stops]) if stops else seq.length + 1
+                step(manager, seq, ids[seq.length : stop])
 
 
-def bench_bookkeeping(report: Report) -> None:
-    """Bytes per token that the host half keeps of 1,000,000 cached tokens."""
+class Kept(NamedTuple):
+    """Bytes of the host half.
+
+    Attributes:
+      fixed: of a manager that has cached nothing.
+      cached: what came with the cached tokens.
+      lines: the same by the line that allocated it.
+      nodes: of the tree.
+    """
+
+    fixed: int
+    cached: int
+    lines: Counter[str]
+    nodes: int
+
+
+def measure_bookkeeping(tokens: int, prompts: int) -> Kept:
+    """What a manager keeps for that many cached tokens."""
     layers = {
         "full": jkv.AttentionLayer({"kv": jkv.Buffer((1, 8), jnp.int8)}),
         "window": jkv.AttentionLayer({"kv": jkv.Buffer((1, 4), jnp.int8)}, window=WINDOW),
         "state": jkv.RecurrentLayer({"h": jkv.Buffer((8,), jnp.int8)}),
     }
-    pages = TOKENS // PAGE + PROMPTS
-    tier = jkv.DeviceTier(pages={"full": pages, f"window:{WINDOW}": pages, "recurrent": 16 * PROMPTS})
+    pages = tokens // PAGE + prompts
+    tier = jkv.DeviceTier(pages={"full": pages, f"window:{WINDOW}": pages, "recurrent": 16 * prompts})
     config = jkv.CacheConfig(layers, 8, 32_768, page_size=PAGE, tiers=(tier,))
-    rng = np.random.default_rng(0)
     tracemalloc.start()
-    start = tracemalloc.get_traced_memory()[0]
-    manager = jkv.CacheManager(config)
-    fixed = tracemalloc.get_traced_memory()[0] - start
-    before = tracemalloc.take_snapshot()
-    fill_tree(manager, rng)
-    gc.collect()
-    after = tracemalloc.take_snapshot()
-    tracemalloc.stop()
+    try:
+        start = tracemalloc.get_traced_memory()[0]
+        manager = jkv.CacheManager(config)
+        fixed = tracemalloc.get_traced_memory()[0] - start
+        before = tracemalloc.take_snapshot()
+        fill_tree(manager, tokens, prompts, np.random.default_rng(0))
+        gc.collect()
+        after = tracemalloc.take_snapshot()
+    finally:
+        tracemalloc.stop()
     manager.check()
     nodes = list(manager._host.tree.nodes())
     cached = sum(node.size for node in nodes)
-    if cached != TOKENS:
+    if cached != tokens:
         raise RuntimeError(f"{cached} tokens in the tree")
-    places: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
     for change in after.compare_to(before, "lineno"):
         frame = change.traceback[0]
-        places[f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"] += change.size_diff
-    total = sum(places.values())
-    largest = {place: size / TOKENS for place, size in places.most_common(4)}
-    report.add(
-        "host bytes per cached token", total / TOKENS, "B", at_most=8, nodes=len(nodes), prompts=PROMPTS, **largest
-    )
-    report.add("what a manager has from the beginning, per token it has room for", fixed / TOKENS, "B")
+        lines[f"{pathlib.Path(frame.filename).name}:{frame.lineno}"] += change.size_diff
+    return Kept(fixed, sum(lines.values()), lines, len(nodes))
+
+
+def bench_bookkeeping(report: Report) -> None:
+    """Bytes that the host half keeps of each of 1,000,000 cached tokens."""
+    kept = measure_bookkeeping(TOKENS, PROMPTS)
+    largest = {line: size / TOKENS for line, size in kept.lines.most_common(4)}
+    report.add("host bytes per cached token", kept.cached / TOKENS, "B", at_most=8, nodes=kept.nodes, **largest)
+    report.add("what a manager has from the beginning, per token it has room for", kept.fixed / TOKENS, "B")
 
 
 def model_of(manager: jkv.CacheManager) -> Callable[..., jkv.CacheState]:
