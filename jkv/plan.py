@@ -177,7 +177,7 @@ class PlanBuilder:
         self._no_copies = np.zeros((len(layout.pools), 2, width), np.int32)
         self._no_copies[:, 1] = UNUSED
         self._columns = np.arange(layout.max_pages, dtype=np.int32)
-        # to put whole tables costs as much as to dispatch ENTRIES for every 64 times as many that they have
+        # putting whole tables costs as much as one dispatch for every 64 * ENTRIES that they have
         self._most_entries = max(ENTRIES, len(self._groups) * layout.max_sequences * layout.max_pages // 64)
         self.host_pages = tuple(host_pages)
         self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
