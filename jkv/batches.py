@@ -1,8 +1,8 @@
 """Batch verbs: reserve, advance and commit of many sequences in one call.
 
 Where no sequence needs, fills or loses a page they are a few NumPy operations on the `Ledger`, whatever the batch's
-size; the others go through their own methods, one by one. The outcome is that of the sequences' own calls in order. The
-host half of jkv: NumPy only.
+size. So is one more page for each of many. The others go through their own methods, one by one. The outcome is that of
+the sequences' own calls in order, except that room is made for all pages at once. The host half of jkv: NumPy only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy as np
 from jkv.config import as_counts, items_of
 from jkv.errors import CacheError, ConfigError, SequenceStateError
 from jkv.holdings import Host
+from jkv.plan import ZERO
 from jkv.sequence import Sequence, Status
+from jkv.stats import ALLOCATED, PER_GROUP
 
 _row = attrgetter("row")
 
@@ -35,6 +37,7 @@ class Batches:
     def __init__(self, host: Host):
         self._host = host
         self._last = Batch([], np.zeros(0, np.intp), 0)
+        self._counters = [PER_GROUP * group.ordinal + ALLOCATED for group in host.tree.groups]
 
     # --- who -----------------------------------------------------------------------------------------------------
 
@@ -75,12 +78,19 @@ class Batches:
 
     def _entered(self, batch: Batch) -> np.ndarray:
         """The batch's rows, all of them in the ledger."""
-        for i in self._alone(batch):
-            batch.sequences[i]._enter()
+        alone = self._alone(batch)
+        if alone:
+            owners = [batch.sequences[i] for i in alone]
+            entries = [seq._entry() for seq in owners]
+            self._host.ledger.enter(batch.rows[alone], entries, [seq._in_flight for seq in owners])
+            for seq in owners:
+                seq._enter()
         return batch.rows
 
     def _alone(self, batch: Batch) -> list[int]:
         """Indices of the sequences whose lengths are not in the ledger."""
+        if self._host.ledger.count == self._host.active:
+            return []
         entered = self._host.ledger.entered.take(batch.rows)
         return [] if entered.all() else np.flatnonzero(~entered).tolist()
 
@@ -117,6 +127,8 @@ class Batches:
         ledger, rows = self._host.ledger, self._entered(batch)
         capacity = ledger.length.take(rows) + counts
         fits = ledger.fits(rows, capacity)
+        if not fits.all() and self._append_pages(batch, np.flatnonzero(~fits), capacity):
+            fits[:] = True
         if fits.all():
             ledger.capacity[rows] = capacity
             return len(rows)
@@ -132,6 +144,39 @@ class Batches:
             fits[done:] = False
             ledger.capacity[rows[fits]] = capacity[fits]
         return done
+
+    def _append_pages(self, batch: Batch, at: np.ndarray, capacity: np.ndarray) -> bool:
+        """One more page in every group for each of the batch's sequences `at`.
+
+        Returns:
+          False: for capacity[at] that is not what some of them need, or there is not enough room. Nothing changed.
+        """
+        host, tree, ledger = self._host, self._host.tree, self._host.ledger
+        rows, capacity = batch.rows[at], capacity[at]
+        columns = ledger.num_pages.take(rows)
+        one_more = -(-capacity // ledger.page_size) == columns + 1
+        one_more &= (columns >= 0) & (capacity <= ledger.max_length)
+        counts = [0] * len(host.pools)
+        for group in tree.groups:
+            counts[group.pool] += len(at)
+        if not one_more.all() or not tree.can_allocate(counts):
+            return False
+        for pool, count in zip(host.pools, counts, strict=True):
+            if not count:
+                continue
+            pages = tree.allocate(pool, count)
+            for page in pages.tolist() if host.scrub else ():
+                host.builder.write(pool.ordinal, page, ZERO)
+            groups = [group.ordinal for group in tree.groups if group.pool == pool.ordinal]
+            for g, column in zip(groups, pages.reshape(len(at), -1).T, strict=True):  # to each sequence in turn
+                host.tables[g][rows, columns] = column
+                host.builder.mark_each(g, rows, columns)
+        ledger.num_pages[rows] += 1
+        for i in at.tolist():
+            taken = batch.sequences[i]._work.pages
+            for counter in self._counters:
+                taken[counter] += 1
+        return True
 
     def advance(self, sequences: Iterable[Sequence], counts: Any) -> None:
         """See `CacheManager.advance`."""
@@ -160,22 +205,26 @@ class Batches:
         ledger, rows = self._host.ledger, self._entered(batch)
         committed, length = ledger.committed.take(rows) + counts, ledger.length.take(rows)
         ahead = np.maximum(committed - length, 0)
-        simple = self._is_arithmetic(rows, length + ahead, ahead) & (committed < ledger.commit_mark.take(rows))
-        others = self._others(batch, simple)
+        allowed = self._is_arithmetic(rows, length + ahead, ahead) & (ledger.num_pages.take(rows) >= 0)
+        others = self._others(batch, allowed)
         for i in others:
             batch.sequences[i]._require_committable(int(counts[i]))
-        if others:
-            stops = np.cumsum(counts)
-            parts = [tokens[stops[i] - counts[i] : stops[i]] for i in others]
-            tokens = tokens[np.repeat(simple, counts)]
-            rows, ahead, counts = rows[simple], ahead[simple], counts[simple]
-        ledger.note(rows, tokens, counts)
         if ahead.any():
-            ledger.length[rows] += ahead
-            ledger.in_flight[rows[ahead > 0]] = False
-        if others:
-            for i, part in zip(others, parts, strict=True):
-                batch.sequences[i]._commit(part)
+            moved = allowed & (ahead > 0)
+            ledger.length[rows[moved]] += ahead[moved]
+            ledger.in_flight[rows[moved]] = False
+        simple = allowed & (committed < ledger.commit_mark.take(rows))
+        if simple.all():
+            ledger.note(rows, tokens, counts)
+            return
+        stops = np.cumsum(counts).tolist()
+        parts = [tokens[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+        ledger.note(rows[simple], tokens[np.repeat(simple, counts)], counts[simple])
+        for i in np.flatnonzero(~simple).tolist():
+            seq = batch.sequences[i]
+            if not allowed[i] or not seq._commit_in_ledger(parts[i]):
+                seq._take_back()
+                seq._commit(parts[i])
 
     def _is_arithmetic(self, rows: np.ndarray, length: np.ndarray, moved: np.ndarray) -> np.ndarray:
         """bool[n]: whether moving to `length`, by `moved`, is allowed and nothing but arithmetic."""

@@ -71,6 +71,7 @@ class Host:
     builder: PlanBuilder
     rows: list[Holdings | None]
     free_rows: list[int]
+    tables: list[np.ndarray]  # int32[max_sequences, max_pages] per attention group: page ids per row, then zeros
     slots: np.ndarray  # int32[max_sequences]: live state slot per row
     candidates: Candidates | None  # with max_drafts and recurrent layers
     scrub: bool  # pages are zeros when a sequence gets them
@@ -150,7 +151,7 @@ class Holdings:
         self._node: Node | None = None  # the path's deepest node; a tail while one is lent
         self._published = 0  # whole pages on the path
         self._partial = NO_TOKENS  # committed tokens behind them
-        self._tables = [NO_TOKENS] * len(host.layout.attention_groups)  # page ids per group; slack behind them is 0
+        self._tables = [NO_TOKENS] * len(host.layout.attention_groups)  # page ids per group; with a row: in Host.tables
         self._live_from = [0] * len(self._tables)  # per window group: pages from here on (and sinks) are live
         self._slot = NO_SLOT  # the live state
         self._lent: Endpoint | None = None  # the endpoint whose snapshot is our live state
@@ -163,7 +164,8 @@ class Holdings:
 
     def _table(self, group: int) -> np.ndarray:
         """This sequence's page ids in the attention group of that ordinal: int32[pages]."""
-        return self._tables[group][: self._num_pages(self._capacity)]
+        capacity = self._host.ledger.capacity[self.row] if self._entered else self._capacity
+        return self._tables[group][: self._num_pages(capacity)]
 
     # --- where it starts ---------------------------------------------------------------------------------------------
 
@@ -364,7 +366,9 @@ class Holdings:
     def _handed_over(self, group: Group, first: int, stop: int) -> np.ndarray:
         """Our page ids as a node keeps them: -1 where there is none."""
         entries = self._tables[group.ordinal][first:stop]
-        return entries if group.window is None else np.where(entries > 0, entries, np.int32(-1))
+        if group.window is None or np.minimum.reduce(entries) > 0:
+            return entries
+        return np.where(entries > 0, entries, np.int32(-1))
 
     def _take_over(self, node: Node, first: int, count: int) -> None:
         """The tree has pages [first, first + count) already, as all of `node`.

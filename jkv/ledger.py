@@ -4,16 +4,31 @@ A sequence's lengths are its own attributes until a batch verb enters it here. F
 what counts, and three marks say up to where moving a length is arithmetic and nothing else:
 
     committed ......... length ......... capacity
-              < commit_mark    < length_mark     in num_pages pages      beyond: the sequence's own methods
+              < commit_mark    < length_mark     in num_pages pages      beyond: more than arithmetic
 
-The first call on the sequence alone takes it back. The host half of jkv: NumPy only.
+What fills a page or needs one goes through the sequence one by one, but may leave it here. The first call on the
+sequence alone takes it back. The host half of jkv: NumPy only.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jkv.layout import Layout
+
+
+class Entry(NamedTuple):
+    """What a sequence enters with; the names are those of Ledger's arrays."""
+
+    committed: int
+    length: int
+    capacity: int
+    reserved: int
+    commit_mark: int
+    length_mark: int
+    num_pages: int
 
 
 class Ledger:
@@ -27,22 +42,34 @@ class Ledger:
       in_flight: bool[rows].
       commit_mark: committing up to here publishes something, or lets a window slide.
       length_mark: advancing up to here keeps a state, or more.
-      num_pages: int64[rows], pages that the capacity takes; another number of pages is not arithmetic.
+      num_pages: int64[rows], pages that the capacity takes; another number of pages is not arithmetic. -1: every call
+        is more than arithmetic.
       partial: int32[rows, page_size], committed tokens of the last page.
     """
 
     def __init__(self, layout: Layout):
         rows, self.page_size, self.max_length = layout.max_sequences, layout.page_size, layout.max_length
-        self.committed, self.length, self.capacity, self.reserved = np.zeros((4, rows), np.int64)
-        self.commit_mark, self.length_mark, self.num_pages = np.zeros((3, rows), np.int64)
+        self._values = np.zeros((len(Entry._fields), rows), np.int64)
+        self.committed, self.length, self.capacity, self.reserved = self._values[:4]
+        self.commit_mark, self.length_mark, self.num_pages = self._values[4:]
         self.in_flight, self.entered = np.zeros((2, rows), bool)
         self.partial = np.zeros((rows, self.page_size), np.int32)
         self.count = 0  # rows entered
 
+    def enter(self, rows: np.ndarray, entries: list[Entry], in_flight: list[bool]) -> None:
+        """From now on these rows count, which did not."""
+        self._values[:, rows] = np.array(entries, np.int64).T
+        self.in_flight[rows] = in_flight
+        self.entered[rows] = True
+        self.count += len(rows)
+
     def fits(self, rows: np.ndarray, capacity: np.ndarray) -> np.ndarray:
         """bool[n]: whether these capacities take the pages that the rows have, no more and no fewer."""
-        fits = -(-capacity // self.page_size) == self.num_pages.take(rows)
-        fits &= capacity <= self.max_length
+        room = self.num_pages.take(rows) * self.page_size
+        fits = capacity <= room
+        fits &= capacity > room - self.page_size
+        if self.max_length % self.page_size:
+            fits &= capacity <= self.max_length
         return fits
 
     def put_in_flight(self, rows: np.ndarray) -> None:

@@ -50,7 +50,6 @@ from jkv.tiers.host import HostMemory
 from jkv.tiers.keys import DIGEST_BYTES
 from jkv.tiers.store import Store
 
-NO_ENTRIES = np.zeros(0, np.int32)
 NO_SCOPE = Scope()
 
 
@@ -102,8 +101,10 @@ class CacheManager:
         layout = self.layout
         pools = [self._page_pool(pool) for pool in layout.pools]
         slots = np.zeros(layout.max_sequences, np.int32)
+        shape = (layout.max_sequences, layout.max_pages)
+        tables = [np.zeros(shape, np.int32) for _ in layout.attention_groups]
         candidates = Candidates.of(layout)
-        builder = self._make_builder(layout, slots, candidates)
+        builder = self._make_builder(layout, tables, slots, candidates)
         return Host(
             layout=layout,
             pools=pools,
@@ -115,6 +116,7 @@ class CacheManager:
             builder=builder,
             rows=[None] * layout.max_sequences,
             free_rows=list(range(layout.max_sequences - 1, -1, -1)),
+            tables=tables,
             slots=slots,
             candidates=candidates,
             scrub=self.config.scrub,
@@ -141,17 +143,15 @@ class CacheManager:
             return Eviction(layout, pools, builder, self._store, self._contents.pairs)
         return Announcing(layout, pools, builder, self._store, self._contents.pairs, self._journal)
 
-    def _make_builder(self, layout: Layout, slots: np.ndarray, candidates: Candidates | None) -> PlanBuilder:
+    def _make_builder(
+        self, layout: Layout, tables: list[np.ndarray], slots: np.ndarray, candidates: Candidates | None
+    ) -> PlanBuilder:
         shown = candidates.shown if candidates else NO_CANDIDATES
-        return PlanBuilder(layout, self._table_of, slots, shown, self._host_pages if self._memory else ())
+        return PlanBuilder(layout, tables, slots, shown, self._host_pages if self._memory else ())
 
     def _page_pool(self, pool: Pool) -> PagePool:
         below = PagePool(pool, num_pages=self._host_pages[pool.ordinal]) if self._memory else None
         return PagePool(pool, below)
-
-    def _table_of(self, row: int, group: int) -> np.ndarray:
-        owner = self._host.rows[row]
-        return NO_ENTRIES if owner is None else owner._table(group)
 
     # --- state -------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class CacheManager:
         state = resized_state(state, layout, moved)
         host.layout = layout
         self.layout, self.config = layout, config
-        host.builder = self._make_builder(layout, host.slots, host.candidates)
+        host.builder = self._make_builder(layout, host.tables, host.slots, host.candidates)
         host.tree.builder = host.builder
         host.builder.slots_changed = host.tree.state_pool is not None
         host.builder.candidates_changed = host.candidates is not None

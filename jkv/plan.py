@@ -17,7 +17,7 @@ what crosses between the two needs no order: sources are read first, both here a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -143,8 +143,8 @@ class PlanBuilder:
 
     Args:
       layout: the cache's geometry.
-      table_of: (row, group ordinal) -> the row's page ids, int32[<= max_pages]; entries beyond it are null. Read
-        at `build`, so the last word on an entry wins.
+      tables: int32[max_sequences, max_pages] per attention group, page ids; read at `build`, so the last word on an
+        entry wins.
       slots: int32[max_sequences], the live slots per row; read at `build`.
       candidates: int32[max_sequences, 2, max_drafts + 1], the candidate slots to show; read at `build`.
       host_pages: pages of host memory per pool, for the range check; (): no host memory. May be set anew.
@@ -152,7 +152,9 @@ class PlanBuilder:
     >>> from jkv.config import AttentionLayer, CacheConfig, DeviceTier, kv_buffers
     >>> from jkv.layout import make_layout
     >>> config = CacheConfig({"a": AttentionLayer(kv_buffers(1, 4))}, 2, 64, tiers=(DeviceTier(pages=8),))
-    >>> builder = PlanBuilder(make_layout(config), lambda row, group: np.array([5], np.int32), np.zeros(2, np.int32))
+    >>> table = np.zeros((2, 4), np.int32)
+    >>> builder = PlanBuilder(make_layout(config), [table], np.zeros(2, np.int32))
+    >>> table[1, 0] = 5
     >>> builder.mark(row=1, group=0, start=0, stop=1)
     >>> builder.build().entries[0][:, 0].tolist()
     [0, 4, 5]
@@ -161,13 +163,13 @@ class PlanBuilder:
     def __init__(
         self,
         layout: Layout,
-        table_of: Callable[[int, int], np.ndarray],
+        tables: Sequence[np.ndarray],
         slots: np.ndarray,
         candidates: np.ndarray = NO_CANDIDATES,
         host_pages: Sequence[int] = (),
     ):
         self._layout = layout
-        self._table_of = table_of
+        self._tables = tables
         self._slots = slots
         self._candidates = candidates
         self._groups = tuple(group.name for group in layout.attention_groups)
@@ -176,14 +178,15 @@ class PlanBuilder:
         width = -(-max(64, 2 * layout.max_sequences) // CHUNK) * CHUNK
         self._no_copies = np.zeros((len(layout.pools), 2, width), np.int32)
         self._no_copies[:, 1] = UNUSED
-        self._columns = np.arange(layout.max_pages, dtype=np.int32)
         # putting whole tables costs as much as one dispatch for every 64 * ENTRIES that they have
         self._most_entries = max(ENTRIES, len(self._groups) * layout.max_sequences * layout.max_pages // 64)
         self.host_pages = tuple(host_pages)
         self._assignments: list[dict[int, int]] = [{} for _ in layout.pools]
         self._writes: list[Write] = []
         self._parts: list[Sequence[memoryview]] = []
+        self._columns = np.arange(layout.max_pages)
         self._spans: dict[tuple[int, int], tuple[int, int]] = {}  # (row, group) -> table columns [start, stop)
+        self._singles: list[tuple[int, np.ndarray, np.ndarray]] = []  # (group, rows, a table column of each)
         self.slots_changed = False
         self.candidates_changed = False
 
@@ -191,7 +194,12 @@ class PlanBuilder:
     def empty(self) -> bool:
         """Whether `build` would have nothing to say."""
         return not (
-            self._spans or self.slots_changed or self.candidates_changed or any(self._assignments) or self._writes
+            self._spans
+            or self._singles
+            or self.slots_changed
+            or self.candidates_changed
+            or any(self._assignments)
+            or self._writes
         )
 
     @property
@@ -250,6 +258,10 @@ class PlanBuilder:
             start, stop = min(start, span[0]), max(stop, span[1])
         self._spans[key] = (start, stop)
 
+    def mark_each(self, group: int, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Table column columns[i] of rows[i] in the attention group of that ordinal has changed: int[n] each."""
+        self._singles.append((group, rows, columns))
+
     def blank(self) -> Plan:
         """A plan with one of each array that goes into a jitted call, where nothing counts: for their shapes."""
         entries, num_entries = NO_ENTRIES
@@ -262,6 +274,7 @@ class PlanBuilder:
             tuple(tuple(assignment.items()) for assignment in self._assignments),
             tuple(self._writes),
             tuple(self._spans.items()),
+            tuple((group, *rows.tolist(), *columns.tolist()) for group, rows, columns in self._singles),
             self.slots_changed,
             self.candidates_changed,
         )
@@ -284,33 +297,32 @@ class PlanBuilder:
         self._writes.clear()
         self._parts.clear()
         self._spans.clear()
+        self._singles.clear()
         self.slots_changed = self.candidates_changed = False
 
     def _build_entries(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], dict[str, np.ndarray] | None]:
         """The plan's entries, num_entries and tables."""
         count = sum(stop - start for start, stop in self._spans.values())
+        count += sum(len(rows) for _, rows, _ in self._singles)
         if count == 0:
             return (), (), None
         if count > self._most_entries:
             return (), (), self._whole_tables()
         max_pages = self._layout.max_pages
         entries = np.empty((3, max(count, ENTRIES)), np.int32)
-        singles: list[tuple[int, int, int]] = []  # decode steps change one entry per row: one array for all of them
         at = 0
         for (row, group), (start, stop) in self._spans.items():
-            table = self._table_of(row, group)
-            if stop - start == 1:
-                singles.append((group, row * max_pages + start, int(table[start]) if start < len(table) else 0))
-                continue
             to = at + stop - start
             entries[0, at:to] = group
-            np.add(self._columns[start:stop], row * max_pages, out=entries[1, at:to])
-            known = table[start:stop]
-            entries[2, at : at + len(known)] = known
-            entries[2, at + len(known) : to] = 0
+            np.add(self._columns[start:stop], row * max_pages, out=entries[1, at:to], casting="same_kind")
+            entries[2, at:to] = self._tables[group][row, start:stop]
             at = to
-        if singles:
-            entries[:, at:count] = np.array(singles, np.int32).T
+        for group, rows, columns in self._singles:
+            to = at + len(rows)
+            entries[0, at:to] = group
+            np.add(rows * max_pages, columns, out=entries[1, at:to], casting="same_kind")
+            entries[2, at:to] = self._tables[group][rows, columns]
+            at = to
         self._check_entries(entries[:, :count])
         if count <= ENTRIES:
             return (entries,), (np.array(count, np.int32),), None
@@ -340,16 +352,11 @@ class PlanBuilder:
         return slots.copy()
 
     def _whole_tables(self) -> dict[str, np.ndarray]:
-        layout = self._layout
         tables = {}
-        for group in layout.attention_groups:
-            table = np.zeros((layout.max_sequences, layout.max_pages), np.int32)
-            for row in range(layout.max_sequences):
-                known = self._table_of(row, group.ordinal)
-                table[row, : len(known)] = known
+        for group, table in zip(self._layout.attention_groups, self._tables, strict=True):
             if not 0 <= table.min() <= table.max() < self._sizes[group.pool]:
                 raise IntegrityError(f"group {group.name!r}: page ids outside [0, {self._sizes[group.pool]})")
-            tables[group.name] = table
+            tables[group.name] = table.copy()
         return tables
 
     def _build_pages(

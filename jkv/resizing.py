@@ -91,8 +91,8 @@ def _rename(host: Host, pool: PagePool, pairs: np.ndarray) -> None:
 def _rename_of(seq: Sequence, groups: list[int], renamed: Callable[[np.ndarray], np.ndarray]) -> None:
     for g in groups:
         if len(seq._tables[g]):
-            seq._tables[g] = renamed(seq._tables[g])
-            seq._mark(g, 0, seq._num_pages(seq._capacity))
+            seq._tables[g][:] = renamed(seq._tables[g])  # in place: an active sequence's is a row of Host.tables
+            seq._mark(g, 0, seq._num_pages(seq.capacity))
 
 
 @dataclasses.dataclass

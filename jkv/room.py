@@ -49,7 +49,8 @@ class Room(Holdings):
             return False
         if new > old:
             for group in self._host.tree.groups:
-                self._append_pages(group, old, self._take(group, new - old))
+                self._tables[group.ordinal][old:new] = self._take(group, new - old)
+                self._mark(group.ordinal, old, new)
         return True
 
     def _fit_beyond(self, capacity: int, length: int) -> bool:
@@ -70,7 +71,7 @@ class Room(Holdings):
             return False
         self._slide(length)
         for group, at in zip(tree.groups, columns, strict=True):
-            self._roomy_table(group.ordinal, new)[at] = self._take(group, len(at))
+            self._tables[group.ordinal][at] = self._take(group, len(at))
             self._mark(group.ordinal, old, new)
         return True
 
@@ -102,20 +103,6 @@ class Room(Holdings):
             if count > pool.total:
                 raise OutOfPagesError(f"one sequence needs {count} pages of pool {pool.name!r}, which has {pool.total}")
 
-    def _append_pages(self, group: Group, old: int, pages: np.ndarray) -> None:
-        g, new = group.ordinal, old + len(pages)
-        self._roomy_table(g, new)[old:new] = pages
-        self._mark(g, old, new)
-
-    def _roomy_table(self, g: int, size: int) -> np.ndarray:
-        """The table of group `g`, with at least `size` entries."""
-        table = self._tables[g]
-        if size > len(table):
-            larger = np.zeros(min(self._host.layout.max_pages, size + size // 4 + 4), np.int32)
-            larger[: len(table)] = table
-            self._tables[g] = table = larger
-        return table
-
     # --- window scratch ----------------------------------------------------------------------------------------------
 
     def _fit_to_chunk(self, old: int, new: int, capacity: int, length: int, lending: bool) -> bool:
@@ -125,7 +112,7 @@ class Room(Holdings):
         wanted = [self._chunk_pages(group, first, max(old, new), capacity, length) for group in tree.groups]
         fresh = [0] * len(host.pools)
         for group, want in zip(tree.groups, wanted, strict=True):
-            there = self._roomy_table(group.ordinal, max(old, new))[first : max(old, new)] > 0
+            there = self._tables[group.ordinal][first : max(old, new)] > 0
             fresh[group.pool] += int(np.count_nonzero(want & ~there))
             if not lending:  # else the copies of what is lent come first, before the surplus is free
                 fresh[group.pool] -= int(np.count_nonzero(there & ~want))

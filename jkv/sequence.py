@@ -30,7 +30,8 @@ from jkv.arrivals import Arrival, Find, Search, begin, end, leave, look_up
 from jkv.config import Scope, items_of, require_bool, require_int, shown
 from jkv.errors import ConfigError, OutOfPagesError, SequenceStateError
 from jkv.expiry import NEVER
-from jkv.holdings import Host
+from jkv.holdings import NO_PAGE, Host
+from jkv.ledger import Entry
 from jkv.radix import HELD, NO_SLOT, Endpoint, Hit, Match, Node, Root, node_of, path_to
 from jkv.routing import new_digest
 from jkv.serial import changing, serialised
@@ -161,10 +162,7 @@ class Sequence(Suspension):
             self._host.require_whole("match")
             host, search, limit = self._host, self._search(), self._max_reuse
             match = look_up(host, search, limit, find(host, self._scope, self._prompt, limit, search))
-        if match.new_digest is None:
-            match = with_digest(self._host, self._scope, self._prompt, match)
-            self._match = None if self._match is None else match
-        return match
+        return match if match.new_digest else with_digest(self._host, self._scope, self._prompt, match)
 
     def _tokens_in_use(self) -> Iterator[np.ndarray]:
         yield self._prompt
@@ -370,6 +368,10 @@ class Sequence(Suspension):
         host = self._host
         self.row = host.free_rows.pop()
         host.rows[self.row] = self
+        pages = self._num_pages(self._capacity)
+        for g, tables in enumerate(host.tables):
+            own, self._tables[g] = self._tables[g], tables[self.row]
+            self._tables[g][:pages] = own[:pages]
         host.row_changes += 1
         self._mark_all()
         self._reserved = self._length
@@ -1046,29 +1048,58 @@ class Sequence(Suspension):
 
     # --- the ledger --------------------------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
-        """From now on our row of the ledger has the lengths, until `_take_back`."""
-        host, row, page_size = self._host, self.row, self._host.layout.page_size
-        ledger = host.ledger
-        ledger.committed[row], ledger.length[row] = self._committed, self._length
-        ledger.capacity[row], ledger.reserved[row] = self._capacity, self._reserved
-        ledger.in_flight[row] = self._in_flight
-        ledger.partial[row, : len(self._partial)] = self._partial
-        commit_mark = length_mark = num_pages = -1  # every call is more than arithmetic
+    def _entry(self) -> Entry:
+        """What our row of the ledger starts from."""
+        host = self._host
+        commit_mark = length_mark = num_pages = -1
         planned = any(position > self._length for position in self._pending)  # which a shorter step frees
         content = self._ids is not None and self._committed < len(self._prompt)
         if not (self._stopped or planned or content or host.candidates or (host.scratch and self._holds_back())):
             num_pages = self._num_pages(self._capacity)
-            length_mark = min(self.snapshot_points, default=NEVER)
-            commit_mark = (self._published + 1) * page_size
-            for group in host.tree.windows:
-                slides_at = (self._live_from[group.ordinal] + 1) * page_size + group.window - 1
-                commit_mark = min(commit_mark, slides_at)
-            if self._marks:
-                commit_mark = min(commit_mark, self._marks[0].position + 1)
-        ledger.commit_mark[row], ledger.length_mark[row], ledger.num_pages[row] = commit_mark, length_mark, num_pages
-        ledger.entered[row] = self._entered = True
-        ledger.count += 1
+            length_mark = min((point for point in self._points if point > self._length), default=NEVER)
+            commit_mark = self._commit_mark()
+        return Entry(self._committed, self._length, self._capacity, self._reserved, commit_mark, length_mark, num_pages)
+
+    def _commit_mark(self) -> int:
+        """The committed length at which a page is full, a window slides or a mark ends."""
+        page_size = self._host.layout.page_size
+        mark = (self._published + 1) * page_size
+        for group in self._host.tree.windows:
+            mark = min(mark, (self._live_from[group.ordinal] + 1) * page_size + group.window - 1)
+        return min(mark, self._marks[0].position + 1) if self._marks else mark
+
+    def _enter(self) -> None:
+        """From now on our row of the ledger, which has our entry, has the lengths, until `_take_back`."""
+        self._host.ledger.partial[self.row, : len(self._partial)] = self._partial
+        self._entered = True
+
+    def _commit_in_ledger(self, tokens: np.ndarray) -> bool:
+        """`_commit` of a row of the ledger, if all it takes is pages for a run that grows in place, and windows slide.
+
+        Returns:
+          False: it takes more, nothing changed.
+        """
+        host, tree, row, node = self._host, self._host.tree, self.row, self._node
+        if self._pending or self._marks or not self._may_extend(node):
+            return False
+        ledger, page_size, first = host.ledger, host.layout.page_size, self._published
+        committed = int(ledger.committed[row])
+        position, known = committed + len(tokens), committed - first * page_size
+        whole = position // page_size - first
+        if tree.min_snapshot:
+            self._slide(position)  # as in `_commit`
+        if whole:
+            tokens = np.concatenate((ledger.partial[row, :known], tokens))
+            pages = [self._handed_over(group, first, first + whole) for group in tree.groups]
+            tree.extend(node, tokens[: whole * page_size], pages, self._live_from)
+            tokens, known = tokens[whole * page_size :], 0
+            self._published += whole
+        ledger.partial[row, known : known + len(tokens)] = tokens
+        ledger.committed[row] = position
+        if not tree.min_snapshot:
+            self._slide(position)
+        ledger.commit_mark[row] = self._commit_mark()
+        return True
 
     def _take_back(self) -> None:
         """Undoes `_enter`, with what batch verbs have done since."""
@@ -1226,8 +1257,11 @@ class Sequence(Suspension):
         host.rows[row] = None
         host.free_rows.append(row)
         host.row_changes += 1
-        for group in host.layout.attention_groups:
-            host.builder.mark(row, group.ordinal, 0, self._num_pages(self._capacity))
+        pages = self._num_pages(self._capacity)
+        for g, table in enumerate(self._tables):
+            self._tables[g] = table[:pages].copy()
+            table[:pages] = NO_PAGE
+            host.builder.mark(row, g, 0, pages)
         if host.tree.state_pool is not None:
             host.slots[row] = NO_SLOT
             host.builder.slots_changed = True
@@ -1248,13 +1282,19 @@ def find_everywhere(
 
 
 def with_digest(host: Host, scope: Root, tokens: np.ndarray, match: Match) -> Match:
-    """`match`, which knows how to get `first_new_digest`."""
+    """`match`, which nobody has seen yet, and which now knows how to get `first_new_digest`."""
+
+    reused = match.tokens
 
     def digest() -> bytes | None:
-        return new_digest(host.tree, scope, tokens, match.tokens)
+        return new_digest(host.tree, scope, tokens, reused)
 
-    found = digest() if len(tokens) and tokens.min() < 0 else None  # later its contents may be forgotten
-    return dataclasses.replace(match, new_digest=digest if found is None else lambda: found)
+    if host.contents.pairs and len(tokens) and tokens.min() < 0:  # later its contents may be forgotten
+        found = digest()
+        object.__setattr__(match, "new_digest", lambda: found)
+    else:
+        object.__setattr__(match, "new_digest", digest)  # `dataclasses.replace` costs 5 us
+    return match
 
 
 def find(host: Host, scope: Root, tokens: np.ndarray, limit: int, search: Search | None) -> Hit:

@@ -36,8 +36,8 @@ def agree(one, two):
             for r in (a, b)
         ]
         assert seen[0] == seen[1]
-    for group in one.tables:
-        assert np.array_equal(one.tables[group], two.tables[group])
+    for group in one.tables:  # which page it is may differ: a batch makes room for all of its pages at once
+        assert np.array_equal(one.tables[group] > 0, two.tables[group] > 0)
     if one.recurrent:
         assert np.array_equal(one.slots, two.slots)
 

@@ -513,7 +513,7 @@ def test_f31_nan_in_a_recycled_page(publish, window):
 @pytest.mark.parametrize("ids", [(7, 9), (9, 3), (-2, 3), (3, -1)])
 def test_f26_an_id_beyond_the_pool_is_an_error_on_the_host(ids):
     layout = make_layout(make_config("full recurrent", pages=8))  # ids 0 to 8
-    builder = PlanBuilder(layout, lambda row, group: np.zeros(1, np.int32), np.zeros(4, np.int32))
+    builder = PlanBuilder(layout, (), np.zeros(4, np.int32))
     builder.copy(0, 3, 8)
     builder.build()
     builder.copy(0, *ids)
@@ -524,10 +524,10 @@ def test_f26_an_id_beyond_the_pool_is_an_error_on_the_host(ids):
 @pytest.mark.parametrize("page", [-1, 9])
 def test_f26_a_table_entry_beyond_the_pool(page):
     layout = make_layout(make_config("full window:8", pages=8))
-    table = np.array([3, 8], np.int32)
-    builder = PlanBuilder(layout, lambda row, group: table, np.zeros(4, np.int32))
+    tables = np.full((2, 4, layout.max_pages), 3, np.int32)
+    builder = PlanBuilder(layout, tables, np.zeros(4, np.int32))
     builder.mark(0, 1, 0, 2)
     builder.build()
-    table[1] = page
+    tables[1, 0, 1] = page
     with pytest.raises(IntegrityError, match=r"window:8.*\[0, 9\)"):
         builder.build()

@@ -63,9 +63,7 @@ class Decisions:
         self._begin()
         self.tables = np.zeros((2, ROWS, MAX_PAGES), np.int32)
         self.slots = np.zeros(ROWS, np.int32)
-        self.builder = PlanBuilder(
-            self.layout, lambda row, group: self.tables[group, row], self.slots, host_pages=HOST_PAGES
-        )
+        self.builder = PlanBuilder(self.layout, self.tables, self.slots, host_pages=HOST_PAGES)
 
     def _begin(self):
         self.put_before = self.put_values
@@ -540,7 +538,7 @@ def test_f26_a_value_for_the_store_beyond_its_tier(place):
 
 
 def test_f26_without_host_memory_there_is_no_such_place():
-    builder = PlanBuilder(small_layout(), lambda row, group: np.zeros(0, np.int32), np.zeros(ROWS, np.int32))
+    builder = PlanBuilder(small_layout(), (), np.zeros(ROWS, np.int32))
     builder.copy(1, 3, HOST + 1)
     with pytest.raises(IntegrityError, match="pool 1"):
         builder.build()
@@ -571,7 +569,7 @@ def long_layout():
 def entered(parts):
     """(tables on the device, arrays of entries per plan) after entering column ranges, one plan per list of parts."""
     layout, tables, final = long_layout(), np.zeros((2, ROWS, COLUMNS), np.int32), final_tables()
-    builder = PlanBuilder(layout, lambda row, group: tables[group, row], np.zeros(ROWS, np.int32))
+    builder = PlanBuilder(layout, tables, np.zeros(ROWS, np.int32))
     state, kinds = init_state(layout), []
     for plan_parts in parts:
         for group, row, start, stop in plan_parts:
@@ -620,22 +618,23 @@ def test_the_last_word_on_an_entry_wins():
     assert np.array(state.page_tables["window:4"])[1, :6].tolist() == [0, 0, 0, 9, 0, 0]
 
 
-def test_columns_beyond_the_rows_table_become_null():
-    layout = small_layout()
+def test_single_entries_of_many_rows():
+    """`mark_each` is `mark` for one column of each; a place may be named twice, the last word wins."""
+    layout, tables = small_layout(), np.zeros((2, ROWS, MAX_PAGES), np.int32)
     state = device_state([np.zeros(n + 1) for n in NUM_PAGES.values()])
-    tables = [np.array([4, 5, 6], np.int32), np.array([9], np.int32)]
-    builder = PlanBuilder(layout, lambda row, group: tables[group], np.zeros(ROWS, np.int32))
-    for stop in (3, 1):
-        tables[0] = tables[0][:stop]
-        builder.mark(0, 0, 0, 3)
-        builder.mark(0, 1, 0, 1)
-        state = apply(state, builder.build())
-        builder.clear()
-        assert np.array(state.page_tables["full"])[0, :4].tolist() == [4, 5, 6][:stop] + [0] * (4 - stop)
-    tables[1] = tables[1][:0]
-    builder.mark(0, 1, 0, 1)  # a single entry
+    builder = PlanBuilder(layout, tables, np.zeros(ROWS, np.int32))
+    rows, columns = np.array([2, 0]), np.array([1, 3])
+    tables[:, rows, columns] = [[4, 5], [6, 7]]
+    builder.mark(2, 0, 0, 2)
+    builder.mark_each(0, rows, columns)
+    builder.mark_each(1, rows, columns)
+    tables[0, 2, :2] = 8, 9
+    assert not builder.empty and builder.snapshot() == builder.snapshot()
     state = apply(state, builder.build())
-    assert not np.array(state.page_tables["window:4"]).any()
+    for name, table in zip(("full", "window:4"), tables, strict=True):
+        np.testing.assert_array_equal(np.array(state.page_tables[name]), table)
+    builder.clear()
+    assert builder.empty
 
 
 def test_slots_are_replaced_whole():
@@ -696,7 +695,7 @@ def test_shapes_are_few_and_fixed():
 def test_more_copies_than_one_array_takes():
     layers = {"a": jkv.AttentionLayer(jkv.kv_buffers(1, 1, jnp.int32))}
     layout = make_layout(jkv.CacheConfig(layers, 1, 8, page_size=2, tiers=(jkv.DeviceTier(pages=400),)))
-    builder = PlanBuilder(layout, lambda row, group: np.zeros(0, np.int32), np.zeros(1, np.int32))
+    builder = PlanBuilder(layout, (), np.zeros(1, np.int32))
     order = np.random.default_rng(0).permutation(400) + 1
     values = [builder.read(0, int(page)) for page in order]
     for destination, value in enumerate(values, 1):
@@ -721,7 +720,7 @@ def arrays_of(plan):
 def test_build_is_repeatable_until_clear_and_its_arrays_are_fresh(whole):
     layout = long_layout() if whole else small_layout()
     tables, slots = np.full((2, ROWS, layout.max_pages), 3, np.int32), np.array([1, 2, 3], np.int32)
-    builder = PlanBuilder(layout, lambda row, group: tables[group, row], slots)
+    builder = PlanBuilder(layout, tables, slots)
     for row in range(ROWS):
         for group in range(2):
             builder.mark(row, group, 0, layout.max_pages)
@@ -786,8 +785,8 @@ def test_f26_an_entry_beyond_its_own_pool(group, page, count):
 
 @pytest.mark.parametrize("page", [41, -1])
 def test_f26_a_whole_table_with_an_id_beyond_the_pool(page):
-    tables = np.full((2, ROWS, 500), 3, np.int32)
-    builder = PlanBuilder(long_layout(), lambda row, group: tables[group, row], np.zeros(ROWS, np.int32))
+    tables = np.full((2, ROWS, COLUMNS), 3, np.int32)
+    builder = PlanBuilder(long_layout(), tables, np.zeros(ROWS, np.int32))
     for row in range(ROWS):
         builder.mark(row, 0, 0, 500)
         builder.mark(row, 1, 0, 500)

@@ -1,48 +1,43 @@
-"""Host cost of one whole request, against a SHA-256 chain over the same tokens.
+"""What the host half costs, in H: the time of a chained SHA-256 over the 16-token pages of 2,048 tokens.
 
-    python -m tests.benchmarks.bench_host
+    python -m tests.benchmarks.bench_host [request] [size] [probe] [decode] [prepare] [evict]
 
-A request is open, resume, reserve, the plan for prepare, commit, close: 2,048 tokens of which half are shared with all
-others, in three groups (full attention, a window, recurrent), with the pools at half the working set, so that every
-request evicts. It is compared with a chained hashlib.sha256 over the 16-token pages of the same tokens, in turn in the
-same run. The same at 131,072 tokens, and at a node with 100 and with 100,000 siblings. Then decode steps of 64
-sequences, one call per sequence against the batch verbs.
+Three groups: full attention, a window, recurrent. Everything is timed in turn with the SHA-256 chain, or with what it is
+compared with, in the same run; garbage collection is on.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import statistics
 import time
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import AttentionLayer, Buffer, CacheConfig, CacheManager, DeviceTier, RecurrentLayer, Sequence
+from jkv import AttentionLayer, Buffer, CacheConfig, CacheManager, CacheState, DeviceTier, RecurrentLayer, Sequence
+from tests.benchmarks.report import Report, main
+from tests.benchmarks.timing import PAGE, against_h, alternate, sha_chain
 
-PAGE = 16
 WINDOW = 512
 REQUESTS = 64  # distinct requests of the working set
+VOCAB = 50_000
 
 
-def sha_chain(tokens: np.ndarray) -> bytes:
-    """What a manager that finds pages by hash computes for a lookup alone."""
-    digest = b""
-    for at in range(0, len(tokens), PAGE):
-        digest = hashlib.sha256(digest + tokens[at : at + PAGE].tobytes()).digest()
-    return digest
-
-
-def make_manager(length: int, pages: int, window_pages: int, slots: int) -> CacheManager:
+def make_manager(length: int, pages: int, window_pages: int, slots: int, rows: int = 8) -> CacheManager:
     layers = {
         "full": AttentionLayer({"kv": Buffer((4, 8), jnp.float32)}),
         "window": AttentionLayer({"kv": Buffer((2, 8), jnp.float32)}, window=WINDOW),
         "state": RecurrentLayer({"h": Buffer((8,), jnp.float32)}),
     }
     tier = DeviceTier(pages={"full": pages, f"window:{WINDOW}": window_pages, "recurrent": slots})
-    return CacheManager(CacheConfig(layers, 8, length, page_size=PAGE, tiers=(tier,)))
+    return CacheManager(CacheConfig(layers, rows, length, page_size=PAGE, tiers=(tier,)))
+
+
+def random_ids(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(0, VOCAB, count, dtype=np.int32)
 
 
 def plan_step(manager: CacheManager, sequences: list[Sequence]) -> None:
@@ -55,9 +50,9 @@ def plan_step(manager: CacheManager, sequences: list[Sequence]) -> None:
     manager._batches.put_in_flight(batch)
 
 
-def run_request(manager: CacheManager, tokens: np.ndarray, split: int = 0) -> int:
+def run_request(manager: CacheManager, tokens: np.ndarray, split: int = 0, priority: int = 0) -> int:
     """One request without its device work; returns the tokens reused. `split`: end a chunk there, too."""
-    seq = manager.open(tokens)
+    seq = manager.open(tokens, priority=priority)
     if not seq.resume():
         raise RuntimeError("no room")
     reused = seq.length
@@ -72,156 +67,292 @@ def run_request(manager: CacheManager, tokens: np.ndarray, split: int = 0) -> in
     return reused
 
 
-def alternate(*calls: Callable[[int], object], rounds: int) -> list[float]:
-    """Median seconds of each call, run in turn."""
-    times: list[list[float]] = [[] for _ in calls]
-    for i in range(rounds):
-        for call, taken in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call(i)
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
+class WorkingSet:
+    """REQUESTS prompts of `length` tokens, half of each shared by all, and pools for half of them.
+
+    Args:
+      nodes: other runs of one page that the tree holds besides, which are worth more than the requests.
+      siblings: of these, how many hang where the requests part, and differ inside their first page.
+    """
+
+    def __init__(self, length: int, nodes: int = 0, siblings: int = 0):
+        rng = np.random.default_rng(0)
+        self.length, half = length, length // 2
+        shared = random_ids(rng, half)
+        self.prompts = [np.concatenate((shared, random_ids(rng, length - half))) for _ in range(REQUESTS)]
+        pages = (half // PAGE) * (REQUESTS + 1) // 2
+        window_pages = max(REQUESTS * (WINDOW // PAGE + 1) // 2, length // PAGE + 2 * (WINDOW // PAGE + 1))
+        self.manager = make_manager(length, pages + nodes, window_pages + nodes, 8 + REQUESTS // 2 + nodes)
+        for prompt in self.prompts[:2]:
+            run_request(self.manager, prompt, split=half)  # leaves the state where the requests part
+        width = int((nodes - siblings) ** 0.5)
+        for i in range(nodes - siblings):  # `width` runs of one page, each with `width` children
+            run_request(self.manager, np.repeat(np.array([i % width, i], np.int32), PAGE)[: 2 * PAGE], priority=1)
+        for _ in range(siblings):
+            run_request(self.manager, np.concatenate((shared, random_ids(rng, PAGE))), priority=1)
+        for prompt in self.prompts:
+            run_request(self.manager, prompt)
+        gc.collect()
+
+    def run(self, i: int) -> int:
+        """The i-th request."""
+        return run_request(self.manager, self.prompts[i % REQUESTS])
+
+    def evicted(self) -> int:
+        """Pages evicted so far."""
+        return sum(self.manager.stats().evicted_pages.values())
 
 
-def working_set(length: int, rng: np.random.Generator) -> tuple[list[np.ndarray], CacheManager]:
-    shared = rng.integers(0, 50_000, length // 2, dtype=np.int32)
-    prompts = [
-        np.concatenate((shared, rng.integers(0, 50_000, length - length // 2, dtype=np.int32))) for _ in range(REQUESTS)
-    ]
-    half = length // 2 // PAGE
-    pages = (half + REQUESTS * half) // 2
-    window_pages = max(REQUESTS * (WINDOW // PAGE + 1) // 2, length // PAGE + 2 * (WINDOW // PAGE + 1))
-    manager = make_manager(length, pages, window_pages, 8 + REQUESTS // 2)
-    for prompt in prompts[:2]:
-        run_request(manager, prompt, split=length // 2)  # leaves the state where the requests part
-    for prompt in prompts:
+def bench_request(report: Report) -> None:
+    """A whole request, half of it shared by all, evicting: open, resume, reserve, the plan, commit, close."""
+    short, long = WorkingSet(2_048), WorkingSet(131_072)
+    evicted, reused = short.evicted(), []
+    (cost,) = against_h(lambda i: reused.append(short.run(i)), rounds=1_000)
+    evicted = (short.evicted() - evicted) / 1_000
+    report.add(
+        "a request of 2,048 tokens", cost, "H", at_most=0.6, reused=statistics.median(reused), evicted_pages=evicted
+    )
+    few, many = alternate(short.run, long.run, rounds=200)
+    report.add("a request of 131,072 tokens, against that", many / few, at_most=3, milliseconds=1e3 * many)
+    for each in (short, long):
+        each.manager.check()
+
+
+def bench_size(report: Report) -> None:
+    """The same request in a tree with 100,000 other nodes, and at a node with 100,000 children, against 1,000."""
+    for what, few, many in (
+        ("nodes in the tree", WorkingSet(2_048, nodes=1_000), WorkingSet(2_048, nodes=100_000)),
+        ("siblings", WorkingSet(2_048, 1_000, siblings=1_000), WorkingSet(2_048, 100_000, siblings=100_000)),
+    ):
+        low, high = alternate(few.run, many.run, rounds=1_000)
+        report.add(f"a request with 100,000 {what}, against 1,000", high / low, at_most=1.3, us=1e6 * high)
+
+
+def bench_probe(report: Report) -> None:
+    """`probe`: what a router asks of every replica."""
+    rng = np.random.default_rng(3)
+    manager = make_manager(131_073, 2 * 131_072 // PAGE, 2 * 131_072 // PAGE, 64)
+    long, short, other = random_ids(rng, 131_072), random_ids(rng, 2_048), random_ids(rng, 2_048)
+    for prompt in (long, short):
         run_request(manager, prompt)
-    return prompts, manager
-
-
-def bench_length(length: int, rounds: int) -> tuple[float, float]:
-    prompts, manager = working_set(length, np.random.default_rng(0))
-    evicted = sum(manager.stats().evicted_pages.values())
-    reused: list[int] = []
-    request, chain = alternate(
-        lambda i: reused.append(run_request(manager, prompts[i % REQUESTS])),
-        lambda i: sha_chain(prompts[i % REQUESTS]),
-        rounds=rounds,
+    asked = {n: np.concatenate((prompt, prompt[:1])) for n, prompt in ((2_048, short), (131_072, long))}
+    assert [manager.probe(asked[n]).tokens for n in asked] == list(asked) and not manager.probe(other).tokens
+    hit, miss, deep = against_h(
+        lambda _: manager.probe(asked[2_048]),
+        lambda _: manager.probe(other),
+        lambda _: manager.probe(asked[131_072]),
+        rounds=1_000,
     )
-    manager.check()
-    evicted = (sum(manager.stats().evicted_pages.values()) - evicted) / rounds
-    print(
-        f"{length:>8,} tokens  request {request * 1e6:8.1f} us   SHA-256 chain {chain * 1e6:8.1f} us   "
-        f"ratio {request / chain:5.2f}   reused {statistics.median(reused):,.0f}   evicted {evicted:.0f} pages each"
-    )
-    return request, chain
+    report.add("probe of 2,048 tokens, all there", hit, "H", at_most=0.15)
+    report.add("probe of 2,048 tokens, nothing there", miss, "H", at_most=0.05)
+    report.add("probe of 131,072 tokens, all there", deep, "H", at_most=1)
 
 
-def bench_siblings(few: int, many: int, rounds: int) -> None:
-    """A request at a node with `many` children that differ inside their first page, against `few`."""
-    rng = np.random.default_rng(1)
-    shared = rng.integers(0, 50_000, 1024, dtype=np.int32)
+class Decoding:
+    """`count` sequences that decode, the ids known up to a page late.
 
-    def prompt() -> np.ndarray:
-        return np.concatenate((shared, rng.integers(0, 50_000, 1024, dtype=np.int32)))
+    Args:
+      aligned: they began together, so that they need their pages in the same step; else their lengths are random.
+      full: the pools are full of what others left, so that every new page is one that is evicted.
+    """
 
-    managers = []
-    for count in (few, many):
-        room = rounds * (2048 // PAGE)  # nothing is evicted: what there is to evict would differ, too
-        manager = make_manager(2048, count + room, count + room, count + rounds + 16)
-        run_request(manager, prompt()[:1040], split=1024)
+    def __init__(self, count: int, steps: int, aligned: bool = False, full: bool = False):
+        rng = np.random.default_rng(2)
+        length = 256 + steps + 2 * PAGE
+        pages = 2 * count * (length // PAGE)
+        self.manager = make_manager(length, pages, pages, 3 * count, rows=count)
+        self.state = self.manager.init()
+        for _ in range(2 * pages // (256 // PAGE) if full else 0):
+            run_request(self.manager, random_ids(rng, 256))
+        self.active: list[Sequence] = []
         for _ in range(count):
-            run_request(manager, np.concatenate((shared, rng.integers(0, 50_000, PAGE, dtype=np.int32))))
-        managers.append(manager)
-    prompts = [prompt() for _ in range(rounds)]
-    gc.collect()
-    low, high = alternate(
-        lambda i: run_request(managers[0], prompts[i]), lambda i: run_request(managers[1], prompts[i]), rounds=rounds
-    )
-    print(f"{few:,} siblings {low * 1e6:.1f} us, {many:,} siblings {high * 1e6:.1f} us: ratio {high / low:.2f}")
-
-
-def bench_decode(sequences: int = 64, steps: int = 160) -> None:
-    """Host time of one decode step: reserve, the plan for prepare, advance, and the commit of the last ids."""
-    rng = np.random.default_rng(2)
-
-    def start() -> tuple[CacheManager, list[Sequence]]:
-        pages = sequences * (512 // PAGE)
-        layers = make_manager(16, 8, 8, 8).config.layers
-        tier = DeviceTier(pages={"full": pages, f"window:{WINDOW}": pages, "recurrent": 2 * sequences})
-        manager = CacheManager(CacheConfig(layers, sequences, 512, page_size=PAGE, tiers=(tier,)))
-        active = []
-        for _ in range(sequences):
-            seq = manager.open(rng.integers(0, 50_000, int(rng.integers(64, 128)), dtype=np.int32))
-            if not seq.resume() or not seq.reserve(len(seq._prompt)):
+            prompt = random_ids(rng, 128 if aligned else int(rng.integers(64, 256)))
+            seq = self.manager.open(prompt)
+            if not seq.resume() or not seq.reserve(len(prompt)):
                 raise RuntimeError("no room")
-            plan_step(manager, [seq])
-            seq.commit(seq._prompt)
-            active.append(seq)
-        return manager, active
+            self.state, _ = self.manager.prepare(self.state, [seq])
+            seq.commit(prompt)
+            self.active.append(seq)
+        self.rows = [seq.row for seq in self.active]
+        self.ids = rng.integers(0, VOCAB, (steps, count), dtype=np.int32)
+        self.known = 0  # steps whose ids are committed
 
-    def by_sequence(manager: CacheManager, active: list[Sequence], ids: np.ndarray) -> None:
-        for seq in active:
+    def dispatch(self) -> None:
+        """The page tables of the next step; the model's own step is the device's business."""
+        self.state, rows = self.manager.prepare(self.state, self.active)
+        assert len(rows) == len(self.rows)
+
+    def step(self, i: int) -> None:
+        """Batch verbs; every 16 steps the ids so far are committed."""
+        manager, active = self.manager, self.active
+        if manager.reserve(active, 1) < len(active):
+            raise RuntimeError("no room")
+        self.dispatch()
+        manager.advance(active, 1)
+        if i % PAGE == PAGE - 1:
+            manager.commit(active, self.ids[self.known : i + 1].T.reshape(-1), i + 1 - self.known)
+            self.known = i + 1
+
+    def step_one_by_one(self, i: int) -> None:
+        """Calls of the sequences themselves, and a commit per token."""
+        for seq in self.active:
             if not seq.reserve(1):
                 raise RuntimeError("no room")
-        plan_step(manager, active)
-        for seq, token in zip(active, ids.reshape(-1, 1), strict=True):
+        self.dispatch()
+        for seq, token in zip(self.active, self.ids[i].reshape(-1, 1), strict=True):
             seq.advance(1)
             seq.commit(token)
 
-    def by_batch(manager: CacheManager, active: list[Sequence], ids: np.ndarray) -> None:
-        if manager.reserve(active, 1) < len(active):
+
+def bench_decode(report: Report) -> None:
+    """A step of 64 decoding sequences: reserve, prepare without waiting for the device, advance, commit."""
+    steps = 20 * PAGE
+    together, apart, evicting, single = (
+        Decoding(64, steps, aligned=True), Decoding(64, steps), Decoding(64, steps, full=True), Decoding(64, steps)
+    )  # fmt: skip
+    runs = [
+        ("begun together", together, together.step, 0.5),
+        ("of random lengths", apart, apart.step, 0.5),
+        ("of random lengths, the pools full", evicting, evicting.step, None),
+        ("of random lengths, a call for each, commits each token", single, single.step_one_by_one, 2),
+    ]
+    tokens = random_ids(np.random.default_rng(9), 2_048)
+    times: dict[str, list[float]] = {name: [] for name in [*(name for name, *_ in runs), "H"]}
+
+    def timed(name: str, call: Callable[[int], object], i: int) -> None:
+        start = time.perf_counter()
+        call(i)
+        times[name].append(time.perf_counter() - start)
+
+    for i in range(steps):
+        for name, decoding, call, _ in runs:
+            timed(name, call, i)
+            jax.block_until_ready(decoding.state)
+        timed("H", lambda _: sha_chain(tokens), i)
+    h = statistics.median(times["H"])
+    for name, decoding, _, aim in runs:  # the mean over a page's steps: each has one commit of whole pages
+        cost = float(np.median(np.array(times[name]).reshape(-1, PAGE).mean(axis=1)))
+        report.add(f"a decode step of 64, {name}", cost / h, "H", at_most=aim, us=1e6 * cost)
+        decoding.manager.check()
+    (inside,) = against_h(inside_pages(Decoding(64, PAGE, aligned=True)), rounds=300)
+    report.add("a step in which nothing crosses a page boundary", inside, "H", at_most=0.2)
+
+
+def inside_pages(decoding: Decoding) -> Callable[[int], None]:
+    """Reserve, prepare and advance where all sequences stay inside their pages, undone each time."""
+    manager, active = decoding.manager, decoding.active
+    for seq in active:  # to the middle of a page
+        n = PAGE // 2 + (-seq.length % PAGE)
+        if not seq.reserve(n):
             raise RuntimeError("no room")
-        plan_step(manager, active)
-        manager.advance(active, 1)
-        manager.commit(active, ids, 1)
+        decoding.state, _ = manager.prepare(decoding.state, [seq])
+        seq.advance(n)
+    ledger = manager._host.ledger
+    kept = (ledger.length, ledger.capacity, ledger.reserved)
+    before = [array.copy() for array in kept]
 
-    def without_crossing(manager: CacheManager, active: list[Sequence]) -> Callable[[int], None]:
-        """Reserve, prepare and advance where all sequences stay inside their pages, undone each time."""
-        ledger = manager._host.ledger
-        kept = (ledger.length, ledger.capacity, ledger.reserved)
-
-        def step(_: int) -> None:
-            copies = [array.copy() for array in kept]
-            manager.reserve(active, 1)
-            plan_step(manager, active)
-            manager.advance(active, 1)
-            for array, copy in zip(kept, copies, strict=True):
+    def step(i: int) -> None:
+        if i == 0:
+            before[:] = [array.copy() for array in kept]
+        if i % 4 == 0:  # four tokens on, then back
+            for array, copy in zip(kept, before, strict=True):
                 array[:] = copy
+        manager.reserve(active, 1)
+        decoding.dispatch()
+        manager.advance(active, 1)
 
-        for seq in active:  # to the middle of a page
-            n = PAGE // 2 + (-seq.length % PAGE)
-            seq.reserve(n)
-            plan_step(manager, [seq])
-            seq.advance(n)
-        return step
-
-    ids = rng.integers(0, 50_000, (steps, sequences), dtype=np.int32)
-    one, many, still = start(), start(), start()
-    chain_tokens = rng.integers(0, 50_000, 2048, dtype=np.int32)
-    alone, batch, inside, chain = alternate(
-        lambda i: by_sequence(*one, ids[i]),
-        lambda i: by_batch(*many, ids[i]),
-        without_crossing(*still),
-        lambda _: sha_chain(chain_tokens),
-        rounds=steps,
-    )
-    for manager in (one[0], many[0]):
-        manager.check()
-    print(
-        f"decode step of {sequences} sequences: one by one {alone * 1e6:.0f} us, batch verbs {batch * 1e6:.0f} us, "
-        f"where nothing crosses a page {inside * 1e6:.0f} us; ratios to a SHA-256 chain over 2,048 tokens "
-        f"{alone / chain:.2f}, {batch / chain:.2f}, {inside / chain:.2f}"
-    )
+    manager.reserve(active, 1)
+    decoding.dispatch()
+    manager.advance(active, 1)
+    return step
 
 
-def main() -> None:
-    short, _ = bench_length(2_048, rounds=1_000)
-    long, _ = bench_length(131_072, rounds=200)
-    print(f"131,072 against 2,048 tokens: {long / short:.2f} times")
-    bench_siblings(100, 100_000, rounds=300)
-    bench_decode()
+def bench_prepare(report: Report) -> None:
+    """`prepare` of 64 sequences, not waiting for the device."""
+    idle, busy = Decoding(64, PAGE), Decoding(64, PAGE)
+    idle.dispatch()
+    builder, groups = busy.manager._host.builder, range(2)
 
+    def nothing(_: int) -> CacheState:
+        idle.dispatch()
+        return idle.state
+
+    def entries(_: int) -> None:
+        for row in busy.rows:
+            for group in groups:
+                builder.mark(row, group, 3, 4)
+        start = time.perf_counter()
+        busy.dispatch()
+        taken.append(time.perf_counter() - start)
+        jax.block_until_ready(busy.state)
+
+    taken: list[float] = []
+    pools = busy.state.pools
+    (cost,) = against_h(nothing, rounds=300)
+    report.add("prepare with nothing to do", cost, "H", at_most=0.1)
+    tokens = random_ids(np.random.default_rng(9), 2_048)
+    _, h = alternate(entries, lambda _: sha_chain(tokens), rounds=300)
+    report.add("prepare with one table entry per row and group", statistics.median(taken) / h, "H", at_most=1.5)
+    same = all(a is b for a, b in zip(jax.tree.leaves(pools), jax.tree.leaves(busy.state.pools), strict=True))
+    report.add("arrays of pools that went through that dispatch", 0 if same else 1, at_most=0)
+
+
+def bench_evict(report: Report) -> None:
+    """Making room for k pages: linear in k, whatever the tree."""
+    per_page = {}
+    for nodes in (1_000, 32_000):
+        for k in (16, 256):
+            per_page[nodes, k] = evict_cost(nodes, k)
+    base = per_page[1_000, 16]
+    report.add("evicting 256 pages, per page, against 16", per_page[1_000, 256] / base, at_most=1.1, us=1e6 * base)
+    large = max(per_page[32_000, k] / per_page[1_000, k] for k in (16, 256))
+    report.add("in a tree of 32,000 leaves, against 1,000", large, at_most=1.3)
+    report.add("allocations that failed with enough pages free", failures_of_fragmentation(), at_most=0)
+
+
+def evict_cost(nodes: int, k: int) -> float:
+    """Median seconds per page of making k pages free in a full tree of `nodes` leaves of one page."""
+    rng = np.random.default_rng(4)
+    manager = make_manager(2_048, nodes, nodes, nodes)
+    for _ in range(nodes):
+        run_request(manager, random_ids(rng, PAGE))
+    pool, tree = manager._host.pools[0], manager._host.tree
+    times = []
+    for _ in range(min(40, nodes // k - 1)):
+        start = time.perf_counter()
+        pages = tree.allocate(pool, k)
+        times.append((time.perf_counter() - start) / k)
+        pool.release(pages)
+        while pool.free:
+            run_request(manager, random_ids(rng, PAGE))
+    return statistics.median(times)
+
+
+def failures_of_fragmentation() -> int:
+    """Sequences of random sizes come and go; every request for no more pages than are free has to succeed."""
+    rng = np.random.default_rng(5)
+    manager = make_manager(2_048, 512, 512, 64, rows=32)
+    open_ones: list[Sequence] = []
+    failed = 0
+    for _ in range(2_000):
+        if open_ones and (len(open_ones) == 32 or rng.random() < 0.5):
+            open_ones.pop(int(rng.integers(len(open_ones)))).close()
+        seq, count = manager.open(), int(rng.integers(1, 60))
+        free = min(pool.free for pool in manager._host.pools[:2])
+        if seq.resume() and count <= free:
+            failed += not seq.reserve(count * PAGE)
+        open_ones.append(seq)
+    return failed
+
+
+PARTS = {
+    "request": bench_request,
+    "size": bench_size,
+    "probe": bench_probe,
+    "decode": bench_decode,
+    "prepare": bench_prepare,
+    "evict": bench_evict,
+}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, PARTS)
