@@ -385,7 +385,7 @@ class Retention(RadixTree):
                 self._let_idle_go(current, g, a, idle)
 
     def _release_one(self, node: Node, g: int, at: int) -> None:
-        """Undoes one hold of one window page, as a decode step does that slides: without arrays, a third of the time."""
+        """Undoes one hold of one window page, as of a decode step that slides; without arrays."""
         left = int(node.uses[g][at]) - HELD
         node.uses[g][at] = left
         if node.pages[g][at] < 0:

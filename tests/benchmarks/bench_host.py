@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.bench_host [request] [size] [probe] [decode] [prepare] [evict]
 
-Three groups: full attention, a window, recurrent. Everything is timed in turn with the SHA-256 chain, or with what it is
+Three groups: full attention, a window, recurrent. All is timed in turn with the SHA-256 chain, or with what it is
 compared with, in the same run; garbage collection is on.
 """
 
