@@ -169,7 +169,7 @@ class Batches:
                 host.builder.write(pool.ordinal, page, ZERO)
             groups = [group.ordinal for group in tree.groups if group.pool == pool.ordinal]
             for g, column in zip(groups, pages.reshape(len(at), -1).T, strict=True):  # to each sequence in turn
-                host.tables[g][rows, columns] = column
+                host.tables[g, rows, columns] = column
                 host.builder.mark_each(g, rows, columns)
         ledger.num_pages[rows] += 1
         for i in at.tolist():

@@ -71,7 +71,7 @@ class Host:
     builder: PlanBuilder
     rows: list[Holdings | None]
     free_rows: list[int]
-    tables: list[np.ndarray]  # int32[max_sequences, max_pages] per attention group: page ids per row, then zeros
+    tables: np.ndarray  # int32[attention groups, max_sequences, max_pages]: page ids per row, then zeros
     slots: np.ndarray  # int32[max_sequences]: live state slot per row
     candidates: Candidates | None  # with max_drafts and recurrent layers
     scrub: bool  # pages are zeros when a sequence gets them

@@ -101,8 +101,7 @@ class CacheManager:
         layout = self.layout
         pools = [self._page_pool(pool) for pool in layout.pools]
         slots = np.zeros(layout.max_sequences, np.int32)
-        shape = (layout.max_sequences, layout.max_pages)
-        tables = [np.zeros(shape, np.int32) for _ in layout.attention_groups]
+        tables = np.zeros((len(layout.attention_groups), layout.max_sequences, layout.max_pages), np.int32)
         candidates = Candidates.of(layout)
         builder = self._make_builder(layout, tables, slots, candidates)
         return Host(
@@ -144,7 +143,7 @@ class CacheManager:
         return Announcing(layout, pools, builder, self._store, self._contents.pairs, self._journal)
 
     def _make_builder(
-        self, layout: Layout, tables: list[np.ndarray], slots: np.ndarray, candidates: Candidates | None
+        self, layout: Layout, tables: np.ndarray, slots: np.ndarray, candidates: Candidates | None
     ) -> PlanBuilder:
         shown = candidates.shown if candidates else NO_CANDIDATES
         return PlanBuilder(layout, tables, slots, shown, self._host_pages if self._memory else ())

@@ -143,8 +143,7 @@ class PlanBuilder:
 
     Args:
       layout: the cache's geometry.
-      tables: int32[max_sequences, max_pages] per attention group, page ids; read at `build`, so the last word on an
-        entry wins.
+      tables: int32[groups, max_sequences, max_pages], page ids; read at `build`, so the last word on an entry wins.
       slots: int32[max_sequences], the live slots per row; read at `build`.
       candidates: int32[max_sequences, 2, max_drafts + 1], the candidate slots to show; read at `build`.
       host_pages: pages of host memory per pool, for the range check; (): no host memory. May be set anew.
@@ -152,9 +151,9 @@ class PlanBuilder:
     >>> from jkv.config import AttentionLayer, CacheConfig, DeviceTier, kv_buffers
     >>> from jkv.layout import make_layout
     >>> config = CacheConfig({"a": AttentionLayer(kv_buffers(1, 4))}, 2, 64, tiers=(DeviceTier(pages=8),))
-    >>> table = np.zeros((2, 4), np.int32)
-    >>> builder = PlanBuilder(make_layout(config), [table], np.zeros(2, np.int32))
-    >>> table[1, 0] = 5
+    >>> tables = np.zeros((1, 2, 4), np.int32)
+    >>> builder = PlanBuilder(make_layout(config), tables, np.zeros(2, np.int32))
+    >>> tables[0, 1, 0] = 5
     >>> builder.mark(row=1, group=0, start=0, stop=1)
     >>> builder.build().entries[0][:, 0].tolist()
     [0, 4, 5]
@@ -163,7 +162,7 @@ class PlanBuilder:
     def __init__(
         self,
         layout: Layout,
-        tables: Sequence[np.ndarray],
+        tables: np.ndarray,
         slots: np.ndarray,
         candidates: np.ndarray = NO_CANDIDATES,
         host_pages: Sequence[int] = (),
@@ -310,18 +309,30 @@ class PlanBuilder:
             return (), (), self._whole_tables()
         max_pages = self._layout.max_pages
         entries = np.empty((3, max(count, ENTRIES)), np.int32)
-        at = 0
+        single: list[tuple[int, int, int]] = []
+        wide: list[tuple[int, int, int, int]] = []
         for (row, group), (start, stop) in self._spans.items():
+            if stop - start == 1:
+                single.append((group, row, start))
+            else:
+                wide.append((group, row, start, stop))
+        at = len(single)
+        if single:  # decode steps change one entry per row: one array for all of them
+            groups, rows, columns = np.array(single).T
+            entries[0, :at] = groups
+            np.add(rows * max_pages, columns, out=entries[1, :at], casting="same_kind")
+            entries[2, :at] = self._tables[groups, rows, columns]
+        for group, row, start, stop in wide:
             to = at + stop - start
             entries[0, at:to] = group
             np.add(self._columns[start:stop], row * max_pages, out=entries[1, at:to], casting="same_kind")
-            entries[2, at:to] = self._tables[group][row, start:stop]
+            entries[2, at:to] = self._tables[group, row, start:stop]
             at = to
         for group, rows, columns in self._singles:
             to = at + len(rows)
             entries[0, at:to] = group
             np.add(rows * max_pages, columns, out=entries[1, at:to], casting="same_kind")
-            entries[2, at:to] = self._tables[group][rows, columns]
+            entries[2, at:to] = self._tables[group, rows, columns]
             at = to
         self._check_entries(entries[:, :count])
         if count <= ENTRIES:

@@ -513,7 +513,7 @@ def test_f31_nan_in_a_recycled_page(publish, window):
 @pytest.mark.parametrize("ids", [(7, 9), (9, 3), (-2, 3), (3, -1)])
 def test_f26_an_id_beyond_the_pool_is_an_error_on_the_host(ids):
     layout = make_layout(make_config("full recurrent", pages=8))  # ids 0 to 8
-    builder = PlanBuilder(layout, (), np.zeros(4, np.int32))
+    builder = PlanBuilder(layout, np.zeros((0, 0, 0), np.int32), np.zeros(4, np.int32))
     builder.copy(0, 3, 8)
     builder.build()
     builder.copy(0, *ids)

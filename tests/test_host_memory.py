@@ -72,7 +72,9 @@ class World:
         self.state = init_state(self.layout, mesh)
         self.store = SlowStore(seed if slow else None)
         self.memory = HostMemory(self.layout, HOST_PAGES, staging, self.store)
-        self.builder = PlanBuilder(self.layout, (), np.zeros(2, np.int32), host_pages=HOST_PAGES)
+        self.builder = PlanBuilder(
+            self.layout, np.zeros((0, 0, 0), np.int32), np.zeros(2, np.int32), host_pages=HOST_PAGES
+        )
         self.device = [self.rng.integers(0, 256, (p.num_rows, p.page_bytes), np.uint8) for p in self.layout.pools]
         self.host = [
             np.zeros((n + 1, p.page_bytes), np.uint8) for n, p in zip(HOST_PAGES, self.layout.pools, strict=True)

@@ -538,7 +538,7 @@ def test_f26_a_value_for_the_store_beyond_its_tier(place):
 
 
 def test_f26_without_host_memory_there_is_no_such_place():
-    builder = PlanBuilder(small_layout(), (), np.zeros(ROWS, np.int32))
+    builder = PlanBuilder(small_layout(), np.zeros((0, 0, 0), np.int32), np.zeros(ROWS, np.int32))
     builder.copy(1, 3, HOST + 1)
     with pytest.raises(IntegrityError, match="pool 1"):
         builder.build()
@@ -695,7 +695,7 @@ def test_shapes_are_few_and_fixed():
 def test_more_copies_than_one_array_takes():
     layers = {"a": jkv.AttentionLayer(jkv.kv_buffers(1, 1, jnp.int32))}
     layout = make_layout(jkv.CacheConfig(layers, 1, 8, page_size=2, tiers=(jkv.DeviceTier(pages=400),)))
-    builder = PlanBuilder(layout, (), np.zeros(1, np.int32))
+    builder = PlanBuilder(layout, np.zeros((0, 0, 0), np.int32), np.zeros(1, np.int32))
     order = np.random.default_rng(0).permutation(400) + 1
     values = [builder.read(0, int(page)) for page in order]
     for destination, value in enumerate(values, 1):

@@ -48,7 +48,7 @@ class Bench:
         layout: Layout = make_layout(config)
         self.state = init_state(layout)
         self.memory = HostMemory(layout, [4 * PAGES], 64 * 2**20, None)
-        self.builder = PlanBuilder(layout, (), np.zeros(1, np.int32), host_pages=[4 * PAGES])
+        self.builder = PlanBuilder(layout, np.zeros((0, 0, 0), np.int32), np.zeros(1, np.int32), host_pages=[4 * PAGES])
         size = layout.pools[0].page_bytes
         assert size == PAGE_BYTES
         self.bytes = PAGES * size
