@@ -1,8 +1,7 @@
 """A Plan carried out on a CacheState.
 
-    plan.entries, plan.copies  ->  one jitted call, donated: scattered into the tables and pools in place
-    plan.tables, plan.slots,   ->  device_put: they replace what is there
-    plan.candidates
+    plan.entries, plan.copies, plan.slots, plan.candidates  ->  one jitted call: what they change is donated to it
+    plan.tables                                             ->  device_put, seldom
 
 The host never waits here: everything is dispatched, and program order on the device does the rest.
 """
@@ -23,6 +22,10 @@ from jkv.state import CacheState, Pools
 
 Tables = tuple[jax.Array, ...]
 Layers = tuple[dict[str, jax.Array], ...]
+Slots = dict[str, jax.Array]
+NewSlots = dict[str, tuple[np.ndarray, np.ndarray]]  # int32 as the old ones, bool[]: whether they count
+
+NO, YES = np.array(False), np.array(True)
 
 
 def apply(state: CacheState, plan: Plan) -> CacheState:
@@ -35,23 +38,20 @@ def apply(state: CacheState, plan: Plan) -> CacheState:
       plan: from `PlanBuilder.build`; its ids are in range, which the builder checks.
 
     Returns:
-      The state after the plan, with the same layout; its arrays that the plan does not change are the same objects.
+      The state after the plan, with the same layout. Without copies its pools are the same objects.
     """
     if plan.tables is not None:
         state = dataclasses.replace(state, page_tables=_replaced(state.page_tables, plan.tables))
-    if plan.slots is not None or plan.candidates is not None:
-        slots = {"recurrent": plan.slots, "candidates": plan.candidates}
-        state = dataclasses.replace(state, state_slots=_replaced(state.state_slots, slots))
-
+    slots, entries = _new_slots(state, plan), [*zip(plan.entries, plan.num_entries, strict=True)]
+    if not (entries or plan.copies) and (plan.slots is not None or plan.candidates is not None):
+        entries = [NO_ENTRIES]
     # The last array of entries shares its dispatch with the first one of copies; more are rare (a long prompt found, a
     # whole batch resumed). Without entries the dispatch gets an array of none: it is no variant of its own.
-    entries = [*zip(plan.entries, plan.num_entries, strict=True)]
     shared = entries.pop() if entries and plan.copies else NO_ENTRIES
-    for each, count in entries:
-        state = _with_tables(state, _enter(_tables(state), each, count))
-    for copies, num_copies in zip(plan.copies, plan.num_copies, strict=True):
-        pools, tables = _copy_and_enter(state.pools, _tables(state), copies, num_copies, *shared)
-        state = _with_tables(dataclasses.replace(state, pools=pools), tables)
+    for each in entries:
+        state = _with(state, state.pools, *_enter(_tables(state), state.state_slots, slots, *each))
+    for copies in zip(plan.copies, plan.num_copies, strict=True):
+        state = _with(state, *_copy_and_enter(state.pools, _tables(state), state.state_slots, slots, *copies, *shared))
         shared = NO_ENTRIES
     return state
 
@@ -61,11 +61,10 @@ def compile_apply(state: CacheState, blank: Plan) -> None:
 
     A later call with arguments of the same shapes finds what is compiled here. `blank`: from `PlanBuilder.blank`.
     """
-    tables = _tables(state)
+    small = _tables(state), state.state_slots, _new_slots(state, blank)
     entries, copies = (blank.entries[0], blank.num_entries[0]), (blank.copies[0], blank.num_copies[0])
-    if tables:
-        _enter.lower(tables, *entries).compile()
-    _copy_and_enter.lower(state.pools, tables, *copies, *entries).compile()
+    _enter.lower(*small, *entries).compile()
+    _copy_and_enter.lower(state.pools, *small, *copies, *entries).compile()
 
 
 def _tables(state: CacheState) -> Tables:
@@ -73,20 +72,27 @@ def _tables(state: CacheState) -> Tables:
     return tuple(state.page_tables[group.name] for group in state.layout.attention_groups)
 
 
-def _with_tables(state: CacheState, tables: Tables) -> CacheState:
+def _with(state: CacheState, pools: Pools, tables: Tables, slots: Slots) -> CacheState:
     names = (group.name for group in state.layout.attention_groups)
-    return dataclasses.replace(state, page_tables=dict(zip(names, tables, strict=True)))
+    return CacheState(pools, dict(zip(names, tables, strict=True)), slots, state.layout)
 
 
-def _replaced(old: dict[str, jax.Array], new: Mapping[str, np.ndarray | None]) -> dict[str, jax.Array]:
-    """`old` with the arrays of `new` for those of their names; None: as it was.
+def _new_slots(state: CacheState, plan: Plan) -> NewSlots:
+    planned = {"recurrent": plan.slots, "candidates": plan.candidates}
+    new = {}
+    for name, old in state.state_slots.items():
+        slots = planned[name]
+        new[name] = (np.zeros(old.shape, np.int32), NO) if slots is None else (slots, YES)
+    return new
+
+
+def _replaced(old: dict[str, jax.Array], new: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """`old` with the arrays of `new` for those of their names.
 
     They are placed as the old ones are: another sharding, or none committed to, would recompile the user's step. The
     old ones are deleted as if donated, so that going on with the old state is an error, not stale tables.
     """
-    placed = {
-        name: jax.device_put(new[name], array.sharding) for name, array in old.items() if new.get(name) is not None
-    }
+    placed = {name: jax.device_put(array, old[name].sharding) for name, array in new.items()}
     for name in placed:
         old[name].delete()
     return {**old, **placed}
@@ -145,14 +151,27 @@ def _chunks(count: jax.Array, size: int) -> jax.Array:
     return (count + (size - 1)) // size
 
 
-@functools.partial(jax.jit, donate_argnames=("tables",))
-def _enter(tables: Tables, entries: jax.Array, num_entries: jax.Array) -> Tables:
-    return _set_entries(tables, entries, num_entries)
+def _set_slots(slots: Slots, new: NewSlots) -> Slots:
+    return {name: jnp.where(new[name][1], new[name][0], old) for name, old in slots.items()}
 
 
-@functools.partial(jax.jit, donate_argnames=("pools", "tables"))
+@functools.partial(jax.jit, donate_argnames=("tables", "slots"))
+def _enter(
+    tables: Tables, slots: Slots, new_slots: NewSlots, entries: jax.Array, num_entries: jax.Array
+) -> tuple[Tables, Slots]:
+    return _set_entries(tables, entries, num_entries), _set_slots(slots, new_slots)
+
+
+@functools.partial(jax.jit, donate_argnames=("pools", "tables", "slots"))
 def _copy_and_enter(
-    pools: Pools, tables: Tables, copies: jax.Array, num_copies: jax.Array, entries: jax.Array, num_entries: jax.Array
-) -> tuple[Pools, Tables]:
+    pools: Pools,
+    tables: Tables,
+    slots: Slots,
+    new_slots: NewSlots,
+    copies: jax.Array,
+    num_copies: jax.Array,
+    entries: jax.Array,
+    num_entries: jax.Array,
+) -> tuple[Pools, Tables, Slots]:
     pools = tuple(_copy_pages(layers, copies[p], num_copies[p]) for p, layers in enumerate(pools))
-    return pools, _set_entries(tables, entries, num_entries)
+    return pools, _set_entries(tables, entries, num_entries), _set_slots(slots, new_slots)

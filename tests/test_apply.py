@@ -98,14 +98,15 @@ def test_an_empty_plan_returns_the_state_itself():
 def test_entries_set_exactly_what_they_name_and_never_see_a_pool(monkeypatch):
     state = hybrid_state()
     monkeypatch.setattr(jkv.apply, "_copy_and_enter", None)  # the only function that takes pools
-    pools, slots = state.pools, state.state_slots
+    pools, slots = state.pools, np.array(state.state_slots["recurrent"])
     after = apply(state, plan(**entries((0, 0, 5), (0, 17, 6), (1, 2, 7), (1, 63, 96))))
     full, local = (np.asarray(after.page_tables[g]) for g in ("full", "window:8"))
     expected_full, expected_local = np.zeros((4, 16), int), np.zeros((4, 16), int)
     expected_full[0, 0], expected_full[1, 1], expected_local[0, 2], expected_local[3, 15] = 5, 6, 7, 96
     np.testing.assert_array_equal(full, expected_full)
     np.testing.assert_array_equal(local, expected_local)
-    assert after.pools is pools and after.state_slots is slots and after.layout is state.layout
+    assert after.pools is pools and after.layout is state.layout
+    np.testing.assert_array_equal(after.state_slots["recurrent"], slots)
     assert all(t.is_deleted() for t in state.page_tables.values())
 
 
@@ -187,16 +188,21 @@ def test_whole_tables_and_slots_replace_what_was_there():
 @pytest.mark.parametrize("fields", [("slots",), ("candidates",), ("slots", "candidates")], ids="+".join)
 def test_slots_and_candidates_replace_each_its_own_table(fields):
     state = hybrid_state(max_drafts=1)
-    before = dict(state.state_slots)
+    before, tables = dict(state.state_slots), jax.tree.map(np.array, state.page_tables)
+    values = jax.tree.map(np.array, before)
+    placed = {name: array.sharding for name, array in before.items()}
     new = {"slots": np.array([4, 3, 2, 1], np.int32), "candidates": np.arange(97, 113, dtype=np.int32).reshape(4, 2, 2)}
     after = apply(state, plan(**{field: new[field] for field in fields}))
     for field, name in (("slots", "recurrent"), ("candidates", "candidates")):
         if field in fields:
             np.testing.assert_array_equal(after.state_slots[name], new[field])
-            assert before[name].is_deleted() and after.state_slots[name].committed
         else:
-            assert after.state_slots[name] is before[name]
-    assert after.pools is state.pools and after.page_tables is state.page_tables
+            np.testing.assert_array_equal(after.state_slots[name], values[name])
+        assert before[name].is_deleted() and after.state_slots[name].committed
+        assert after.state_slots[name].sharding == placed[name]
+    assert after.pools is state.pools
+    for name, table in tables.items():
+        np.testing.assert_array_equal(after.page_tables[name], table)
 
 
 def test_copies_reach_candidate_slots():
@@ -242,7 +248,9 @@ def test_copies_are_in_place():
     )
     tables = tuple(state.page_tables.values())
     (moves, counts), table = copies(state, [], []), entries()
-    lowered = jkv.apply._copy_and_enter.lower(state.pools, tables, moves, counts, *table["entries"], NONE)
+    slots = {"recurrent": (np.zeros(4, np.int32), np.array(True))}
+    small = tables, state.state_slots, slots
+    lowered = jkv.apply._copy_and_enter.lower(state.pools, *small, moves, counts, *table["entries"], NONE)
     memory = lowered.compile().memory_analysis()
     pool_bytes = sum(a.nbytes for a in jax.tree.leaves(state.pools))
     assert memory.temp_size_in_bytes < pool_bytes / 8 and memory.alias_size_in_bytes >= pool_bytes
