@@ -1,20 +1,18 @@
-"""What the device half costs: `python -m tests.benchmarks.bench_device [pool] [decode] [ragged] [...]`.
+"""What the device half costs: `python -m tests.benchmarks.bench_device [PART ...] [--json FILE]`.
 
-    pool      each op at 256 and at 16,384 pages, per dtype: ratio of the medians (limit 1.5), and XLA's temporaries
-    decode    one paged decode step (4 layers in one jit) against attention on contiguous caches (limit 1.15)
-    ragged    one row of 4,096 tokens among fifteen of 64 against sixteen of 4,096 (about a tenth)
-    length    one decode step with max_length 1,024 and 131,072 (the same)
-    mixed     one Ragged step of 15 decodes and a chunk of 256 tokens against the same as two padded calls (about 1)
+    pool      each op at 16,384 pages against 256, per dtype, and XLA's temporaries
+    decode    a paged decode step (`append_attend`) against `jax.nn.dot_product_attention` on contiguous caches that are
+              exactly as long as the sequences, batch 16
+    ragged    a decode step of one row of 4,096 tokens among fifteen of 64 against one of sixteen of 4,096
+    length    a decode step of 256 tokens with max_length 32,768 and 131,072 against one with 1,024
+    mixed     one Ragged step of 15 decodes and a chunk of 256 tokens against the same as two padded calls
     quantised decode steps with int8 and float8 KV and scales: error against float32, time against bfloat16
 
-Runs alternate between what is compared, so that both see the same machine; medians.
+What is compared is first compared in what it computes.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,26 +28,14 @@ from jkv.ops import append, read_state, write_state
 from jkv.plan import UNUSED, Plan
 from jkv.ragged import make_ragged
 from jkv.state import CacheState, init_state
+from tests.benchmarks.report import Report, main
+from tests.benchmarks.timing import medians
 
+ROUNDS = 15
+BATCH = 16
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.int32)
 FEW_PAGES, MANY_PAGES = 256, 16_384
 PAGE_SIZE = 16
-
-
-def medians(runs: Mapping[str, Callable[[], Any]], rounds: int, calls: int = 1) -> dict[str, float]:
-    """Median milliseconds of a call of each run, `calls` calls of each per round in turn."""
-    for run in runs.values():
-        for _ in range(2):
-            jax.block_until_ready(run())
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                out = run()
-            jax.block_until_ready(out)
-            times[name].append(1e3 * (time.perf_counter() - start) / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class Stepper:
@@ -68,8 +54,13 @@ class Stepper:
         return self.step.memory_analysis().temp_size_in_bytes
 
 
+def tolerance(dtype: Any) -> float:
+    """By which two ways to compute the same attention of values around 1 may differ."""
+    return 1e-4 if dtype == jnp.float32 else 0.02
+
+
 def random_values(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
-    values = np.random.default_rng(seed).standard_normal(shape)
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
     return jnp.asarray(values * (50 if jnp.issubdtype(dtype, jnp.integer) else 1)).astype(dtype)
 
 
@@ -89,19 +80,11 @@ def paged_state(layers: Mapping[str, Any], lengths: list[int], max_length: int, 
     return apply(init_state(layout), Plan(None, np.array(0, np.int32), tables, slots, None, (), ()))
 
 
-def table(title: str, header: tuple[str, ...], lines: list[tuple[str, ...]]) -> None:
-    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-    print(f"\n{title}")
-    for line in [header, *lines]:
-        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def bench_pool(rounds: int) -> None:
+def bench_pool(report: Report) -> None:
     """A step's cost does not depend on the pool's size."""
     batch, heads, kv_heads, dim = 4, 4, 2, 64
     rows = jnp.arange(batch, dtype=jnp.int32)
     positions = jnp.full((batch, 1), 255, jnp.int32)
-    lines = []
     for dtype in DTYPES:
         is_float = jnp.issubdtype(dtype, jnp.floating)
         layers = {
@@ -122,16 +105,20 @@ def bench_pool(rounds: int) -> None:
             if "attend" in op and not is_float:
                 continue
             run = {
-                str(pages): Stepper(paged_state(layers, [256] * batch, 256, pages), step, *args)
+                pages: Stepper(paged_state(layers, [256] * batch, 256, pages), step, *args)
                 for pages in (FEW_PAGES, MANY_PAGES)
             }
-            lines.append(_pool_line(dtype, op, medians(run, rounds, calls=50), run[str(MANY_PAGES)]))
-        appliers = {
-            str(pages): Applier(paged_state(layers, [256] * batch, 256, pages)) for pages in (FEW_PAGES, MANY_PAGES)
-        }
-        lines.append(_pool_line(dtype, "apply (16 copies)", medians(appliers, rounds, calls=50), None))
-    header = ("dtype", "op", f"{FEW_PAGES} pages, ms", f"{MANY_PAGES} pages, ms", "ratio", "temporaries, MB of pool")
-    table("Pool size (ratio at most 1.5)", header, lines)
+            pool = sum(a.nbytes for a in jax.tree.leaves(run[MANY_PAGES].state.pools))
+            memory = f"{run[MANY_PAGES].temporary_bytes / 1e6:.2f} of {pool / 1e6:.0f} MB"
+            _report_pool(report, dtype, op, run, temporaries=memory)
+        appliers = {pages: Applier(paged_state(layers, [256] * batch, 256, pages)) for pages in (FEW_PAGES, MANY_PAGES)}
+        _report_pool(report, dtype, "apply (16 copies)", appliers)
+
+
+def _report_pool(report: Report, dtype: Any, op: str, runs: dict[int, Callable[[], Any]], **details: str) -> None:
+    ms = medians({str(pages): run for pages, run in runs.items()}, ROUNDS, calls=50)
+    few, many = ms[str(FEW_PAGES)], ms[str(MANY_PAGES)]
+    report.add(f"{op}, {np.dtype(dtype).name}", many / few, at_most=1.5, ms=many, **details)
 
 
 class Applier:
@@ -158,125 +145,110 @@ def _pool_line(dtype: Any, op: str, ms: dict[str, float], many: Stepper | None) 
     return np.dtype(dtype).name, op, f"{few_ms:.3f}", f"{many_ms:.3f}", f"{many_ms / few_ms:.2f}", memory
 
 
-def bench_decode(rounds: int) -> None:
-    """One paged decode step against contiguous caches: batch 16, 1,024 tokens, 4 layers in one jit."""
-    batch, tokens, layers = 16, 1024, 4
-    lines = []
-    for heads, kv_heads, dim in ((16, 8, 64), (16, 2, 64), (9, 3, 64), (8, 8, 64), (32, 8, 128)):
-        for dtype in (jnp.float32, jnp.bfloat16):
-            runs = decode_runs(batch, tokens, layers, heads, kv_heads, dim, dtype)
-            ms = medians(runs, rounds)
-            lines.append(
-                (
-                    f"{heads}/{kv_heads} x {dim}",
-                    np.dtype(dtype).name,
-                    *(f"{ms[name]:.2f}" for name in runs),
-                    *(f"{ms[name] / ms['[B, S, K, D]']:.2f}" for name in list(runs)[1:]),
-                )
-            )
-    header = ("heads x dim", "dtype", *(f"{name}, ms" for name in runs), *(f"{name}, ratio" for name in list(runs)[1:]))
-    table("Decode step, batch 16, 1,024 tokens, 4 layers (paged ratio at most 1.15)", header, lines)
+def bench_decode(report: Report) -> None:
+    """A paged decode step against one on contiguous caches, batch 16."""
+    limits = {64: 1.9, 256: 1.25, 1024: 1.1, 4096: 1.1}
+    for tokens, at_most in limits.items():
+        layers = min(4, 4096 // tokens)
+        for heads, kv_heads, dim in ((16, 8, 64), (9, 3, 64)):
+            for queries in (1, 8):
+                for dtype in (jnp.float32, jnp.bfloat16):
+                    runs = decode_runs(tokens, queries, layers, heads, kv_heads, dim, dtype)
+                    ms = medians(runs, ROUNDS, calls=max(1, 1024 // tokens))
+                    report.add(
+                        f"{tokens:,} tokens, {queries} queries, {heads}/{kv_heads} x {dim}, {np.dtype(dtype).name}",
+                        ms["paged"] / ms["contiguous"],
+                        at_most=at_most,
+                        ms=ms["paged"],
+                        layers=layers,
+                    )
 
 
 def decode_runs(
-    batch: int, tokens: int, layers: int, heads: int, kv_heads: int, dim: int, dtype: Any
-) -> dict[str, Callable[[], Any]]:
-    """The same step three times: library attention on [B, S, K, D], head-major [B, K, S, D], and paged."""
+    tokens: int, queries: int, layers: int, heads: int, kv_heads: int, dim: int, dtype: Any
+) -> dict[str, Stepper]:
+    """A step of all layers in one jit, whose last query is at the last of `tokens`; both ways, on the same values."""
     names = [f"layer{i}" for i in range(layers)]
-    q = random_values((layers, batch, 1, heads, dim), dtype, seed=1)
-    new = random_values((layers, batch, 1, 2 * kv_heads, dim), dtype, seed=2)
-    last = jnp.full((batch,), tokens - 1, jnp.int32)
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    shape = (batch, tokens, kv_heads, dim)
-    contiguous = {
-        n: (random_values(shape, dtype, 2 * i), random_values(shape, dtype, 2 * i + 1)) for i, n in enumerate(names)
-    }
+    q = random_values((layers, BATCH, queries, heads, dim), dtype, seed=1)
+    new = random_values((layers, BATCH, queries, 2 * kv_heads, dim), dtype, seed=2)
+    rows = jnp.arange(BATCH, dtype=jnp.int32)
+    positions = jnp.tile(jnp.arange(tokens - queries, tokens, dtype=jnp.int32), (BATCH, 1))
 
-    def written(cache: jax.Array, token: jax.Array, axis: int) -> jax.Array:
-        start = [last[0] if a == axis else 0 for a in range(4)]
-        return jax.lax.dynamic_update_slice(cache, token, start)
-
-    def library(caches: Any, q: jax.Array, new: jax.Array) -> Any:
+    def contiguous(caches: Any, positions: jax.Array, q: jax.Array, new: jax.Array) -> Any:
         outs, after = [], {}
+        seen = jnp.arange(tokens) <= positions[:, None, :, None]
         for i, name in enumerate(names):
-            k, v = (written(c, new[i, :, :, j::2], 1) for j, c in enumerate(caches[name]))
-            outs.append(jax.nn.dot_product_attention(q[i], k, v, key_value_seq_lengths=last + 1))
+            k, v = (
+                jax.lax.dynamic_update_slice_in_dim(cache, new[i, :, :, j::2], positions[0, 0], axis=1)
+                for j, cache in enumerate(caches[name])
+            )
+            outs.append(jax.nn.dot_product_attention(q[i], k, v, mask=seen))
             after[name] = k, v
         return outs, after
 
-    def head_major(caches: Any, q: jax.Array, new: jax.Array) -> Any:
-        outs, after = [], {}
-        for i, name in enumerate(names):
-            k, v = (written(c, new[i, :, :, j::2].transpose(0, 2, 1, 3), 2) for j, c in enumerate(caches[name]))
-            grouped = q[i].reshape(batch, kv_heads, heads // kv_heads, dim)
-            scores = jnp.einsum("bkgd,bknd->bkgn", grouped, k, preferred_element_type=jnp.float32) / np.sqrt(dim)
-            live = jnp.arange(tokens) <= last[:, None, None, None]
-            weights = jax.nn.softmax(jnp.where(live, scores, -jnp.inf), axis=-1).astype(dtype)
-            outs.append(jnp.einsum("bkgn,bknd->bkgd", weights, v, preferred_element_type=jnp.float32).astype(dtype))
-            after[name] = k, v
-        return outs, after
-
-    def paged(state: CacheState, q: jax.Array, new: jax.Array) -> Any:
+    def paged(state: CacheState, positions: jax.Array, q: jax.Array, new: jax.Array) -> Any:
         outs = []
         for i, name in enumerate(names):
-            out, state = append_attend(state, name, rows, last[:, None], q[i], {"kv": new[i]})
+            out, state = append_attend(state, name, rows, positions, q[i], {"kv": new[i]})
             outs.append(out)
         return outs, state
 
-    # prompts of the same contents, so that the outputs can be compared
     kv = AttentionLayer(kv_buffers(kv_heads, dim, dtype))
-    state = paged_state(dict.fromkeys(names, kv), [tokens] * batch, tokens, batch * tokens // PAGE_SIZE + 8)
-    fill = jax.jit(append, static_argnames="layer", donate_argnums=0)
-    for name, (k, v) in contiguous.items():
-        both = jnp.stack([k, v], axis=3).reshape(batch, tokens, 2 * kv_heads, dim)
-        state = fill(state, name, rows, jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1)), {"kv": both})
-    heads_first = {n: tuple(a.transpose(0, 2, 1, 3) for a in pair) for n, pair in contiguous.items()}
+    state = paged_state(dict.fromkeys(names, kv), [tokens] * BATCH, tokens, BATCH * tokens // PAGE_SIZE + 8)
+    state = filled(state, names, tokens, (2 * kv_heads, dim), dtype)
+    caches = {}
+    for i, name in enumerate(names):
+        both = random_values((BATCH, tokens, 2 * kv_heads, dim), dtype, seed=i)  # as `filled` has them
+        caches[name] = both[:, :, 0::2], both[:, :, 1::2]
     runs = {
-        "[B, S, K, D]": Stepper(contiguous, library, q, new),
-        "[B, K, S, D]": Stepper(heads_first, head_major, q, new),
-        "paged": Stepper(state, paged, q, new),
+        "contiguous": Stepper(caches, contiguous, positions, q, new),
+        "paged": Stepper(state, paged, positions, q, new),
     }
-    reference, *others = ([np.asarray(out, np.float32).ravel() for out in run()[0]] for run in runs.values())
-    for other in others:
-        np.testing.assert_allclose(np.stack(other), np.stack(reference), atol=0.02)
+    expected, got = (np.asarray(run()[0], np.float32) for run in runs.values())
+    np.testing.assert_allclose(got, expected, atol=tolerance(dtype))
     return runs
 
 
-def bench_ragged(rounds: int) -> None:
-    """The cost follows what the batch can see, not rows x longest."""
-    layer = {"attn": AttentionLayer(kv_buffers(8, 64, jnp.float32))}
-    lengths = {"16 x 4,096": [4096] * 16, "4,096 + 15 x 64": [4096] + [64] * 15, "16 x 64": [64] * 16}
-    q = random_values((16, 1, 16, 64), jnp.float32)
-    rows = jnp.arange(16, dtype=jnp.int32)
+def decode_step(kv_heads: int, dim: int, dtype: Any, lengths: list[int], max_length: int, tokens: int) -> Stepper:
+    """A step of one layer, with one query at the end of each row; the rows' first `tokens` tokens hold the same."""
+    layers = {"attn": AttentionLayer(kv_buffers(kv_heads, dim, dtype))}
+    state = paged_state(layers, lengths, max_length, sum(lengths) // PAGE_SIZE + 64)
+    state = filled(state, ["attn"], tokens, (2 * kv_heads, dim), dtype)
+    q = random_values((len(lengths), 1, 2 * kv_heads, dim), dtype, seed=1)
+    new = {"kv": random_values((len(lengths), 1, 2 * kv_heads, dim), dtype, seed=2)}
+    rows, positions = jnp.arange(len(lengths), dtype=jnp.int32), jnp.asarray([[n - 1] for n in lengths], jnp.int32)
 
-    def step(state: CacheState, q: jax.Array, positions: jax.Array) -> Any:
-        return attend(state, "attn", rows, positions, q), state
-
-    runs = {
-        name: Stepper(
-            paged_state(layer, each, 4096, 4096 + 64), step, q, jnp.asarray([[n - 1] for n in each], jnp.int32)
-        )
-        for name, each in lengths.items()
-    }
-    ms = medians(runs, rounds)
-    lines = [(name, f"{value:.2f}", f"{value / ms['16 x 4,096']:.3f}") for name, value in ms.items()]
-    table("Lengths in the batch (the second about 0.1)", ("tokens", "ms", "ratio"), lines)
-
-
-def bench_length(rounds: int) -> None:
-    """The cost does not follow max_length."""
-    layer = {"attn": AttentionLayer(kv_buffers(2, 64, jnp.float32))}
-    q = random_values((16, 1, 4, 64), jnp.float32)
-    new = {"kv": random_values((16, 1, 4, 64), jnp.float32)}
-    rows, positions = jnp.arange(16, dtype=jnp.int32), jnp.full((16, 1), 255, jnp.int32)
-
-    def step(state: CacheState, q: jax.Array, new: dict[str, jax.Array]) -> Any:
+    def step(state: CacheState, positions: jax.Array, q: jax.Array, new: dict[str, jax.Array]) -> Any:
         return append_attend(state, "attn", rows, positions, q, new)
 
-    runs = {f"{n:,}": Stepper(paged_state(layer, [256] * 16, n, 512), step, q, new) for n in (1024, 131_072)}
-    ms = medians(runs, rounds, calls=20)
-    lines = [(name, f"{value:.3f}", f"{value / ms['1,024']:.2f}") for name, value in ms.items()]
-    table("max_length (ratio 1)", ("max_length", "ms", "ratio"), lines)
+    return Stepper(state, step, positions, q, new)
+
+
+def bench_ragged(report: Report) -> None:
+    """The cost follows what the batch can see, not rows x longest."""
+    lengths = {"16 x 4,096": [4096] * 16, "4,096 + 15 x 64": [4096] + [64] * 15, "16 x 64": [64] * 16}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        runs = {name: decode_step(8, 64, dtype, each, 4096, 4096) for name, each in lengths.items()}
+        long, one_long, short = (np.asarray(run()[0], np.float32) for run in runs.values())
+        np.testing.assert_allclose(one_long[0], long[0], atol=tolerance(dtype))
+        np.testing.assert_allclose(one_long[1:], short[1:], atol=tolerance(dtype))
+        ms = medians(runs, ROUNDS)
+        for name, at_most in (("4,096 + 15 x 64", 0.25), ("16 x 64", None)):
+            ratio = ms[name] / ms["16 x 4,096"]
+            report.add(f"{name} to 16 x 4,096, {np.dtype(dtype).name}", ratio, at_most=at_most, ms=ms[name])
+
+
+def bench_length(report: Report) -> None:
+    """The cost does not follow max_length."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        runs = {f"{n:,}": decode_step(8, 64, dtype, [256] * BATCH, n, 256) for n in (1024, 32_768, 131_072)}
+        expected, *others = (np.asarray(run()[0], np.float32) for run in runs.values())
+        for other in others:
+            np.testing.assert_allclose(other, expected, atol=tolerance(dtype))
+        ms = medians(runs, 4 * ROUNDS, calls=4)
+        for name, at_most in (("32,768", 1.05), ("131,072", None)):
+            ratio = ms[name] / ms["1,024"]
+            report.add(f"max_length {name} to 1,024, {np.dtype(dtype).name}", ratio, at_most=at_most, ms=ms[name])
 
 
 def filled(state: CacheState, names: list[str], tokens: int, shape: tuple[int, ...], dtype: Any) -> CacheState:
@@ -305,10 +277,9 @@ class Calls:
         return outs
 
 
-def bench_mixed(rounds: int) -> None:
+def bench_mixed(report: Report) -> None:
     """A ragged step costs what its decodes and its prompt chunk cost."""
     decodes, length, chunk, chunk_start, layers = 15, 1024, 256, 512, 4
-    lines = []
     for heads, kv_heads, dim, dtype in ((16, 8, 64, jnp.float32), (16, 2, 64, jnp.float32), (32, 8, 128, jnp.bfloat16)):
         names = [f"layer{i}" for i in range(layers)]
         starts, counts = np.array([length - 1] * decodes + [chunk_start]), np.array([1] * decodes + [chunk])
@@ -347,17 +318,19 @@ def bench_mixed(rounds: int) -> None:
         together, apart = np.asarray(runs["ragged"]()[0], np.float32), runs["two calls"]()
         apart = np.concatenate([np.asarray(out, np.float32) for out in apart], axis=1)
         np.testing.assert_allclose(together[:, : apart.shape[1]], apart, atol=0.02)
-        ms = medians(runs, rounds)
-        shape = f"{heads}/{kv_heads} x {dim}", np.dtype(dtype).name
-        lines.append((*shape, *(f"{ms[name]:.2f}" for name in runs), f"{ms['ragged'] / ms['two calls']:.2f}"))
-    header = ("heads x dim", "dtype", *(f"{name}, ms" for name in runs), "ragged / two calls")
-    title = f"{decodes} decodes at {length:,} tokens and a chunk of {chunk} at {chunk_start}, {layers} layers (about 1)"
-    table(title, header, lines)
+        ms = medians(runs, ROUNDS)
+        report.add(
+            f"{decodes} decodes at {length:,} tokens and {chunk} at {chunk_start}, {heads}/{kv_heads} x {dim}, "
+            f"{np.dtype(dtype).name}",
+            ms["ragged"] / ms["two calls"],
+            at_most=1.1,
+            **{f"{name}, ms": each for name, each in ms.items()},
+        )
 
 
-def bench_quantised(rounds: int) -> None:
+def bench_quantised(report: Report) -> None:
     """What int8 and float8 KV with scales cost in precision and time."""
-    batch, tokens, layers, heads, kv_heads, dim = 16, 1024, 4, 16, 8, 64
+    batch, tokens, layers, heads, kv_heads, dim = BATCH, 1024, 4, 16, 8, 64
     names = [f"layer{i}" for i in range(layers)]
     rows, positions = jnp.arange(batch, dtype=jnp.int32), jnp.full((batch, 1), tokens - 1, jnp.int32)
     kinds = {
@@ -377,7 +350,6 @@ def bench_quantised(rounds: int) -> None:
             outs.append(out)
         return jnp.stack(outs), state
 
-    lines = []
     for q_dtype in (jnp.float32, jnp.bfloat16):
         q = random_values((layers, batch, 1, heads, dim), q_dtype, seed=1)
         new = random_values((layers, batch, 1, 2 * kv_heads, dim), jnp.float32, seed=2)
@@ -388,26 +360,21 @@ def bench_quantised(rounds: int) -> None:
             dtype = jnp.float32 if buffers["kv"].dtype.itemsize == 1 else buffers["kv"].dtype
             runs[kind] = Stepper(filled(state, names, tokens, (2 * kv_heads, dim), dtype), step, q, new)
         outs = {kind: np.asarray(run()[0], np.float32) for kind, run in runs.items()}
-        ms = medians(runs, rounds)
+        ms = medians(runs, ROUNDS)
         exact = outs["float32"]
         for kind, out in outs.items():
             error = out - exact
-            lines.append(
-                (
-                    np.dtype(q_dtype).name,
-                    kind,
-                    str(sum(buffer.nbytes for buffer in kinds[kind].values())),
-                    f"{np.sqrt((error**2).mean() / (exact**2).mean()):.1e}",
-                    f"{abs(error).max() / abs(exact).max():.1e}",
-                    f"{ms[kind]:.2f}",
-                    f"{ms[kind] / ms['bfloat16']:.2f}",
-                )
+            report.add(
+                f"{kind}, q {np.dtype(q_dtype).name}: time to bfloat16 KV",
+                ms[kind] / ms["bfloat16"],
+                ms=ms[kind],
+                bytes_per_token=sum(buffer.nbytes for buffer in kinds[kind].values()),
+                error=f"{np.sqrt((error**2).mean() / (exact**2).mean()):.1e}",
+                largest_error=f"{abs(error).max() / abs(exact).max():.1e}",
             )
-    header = ("q", "KV", "bytes per token", "error, rms", "error, largest", "ms", "ratio to bfloat16")
-    table("KV dtypes in a decode step, batch 16, 1,024 tokens, 4 layers; errors of the output, relative", header, lines)
 
 
-BENCHMARKS = {
+PARTS = {
     "pool": bench_pool,
     "decode": bench_decode,
     "ragged": bench_ragged,
@@ -416,16 +383,5 @@ BENCHMARKS = {
     "quantised": bench_quantised,
 }
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", choices=[[], *BENCHMARKS], help="all by default")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}, {options.rounds} rounds")
-    for name in options.which or BENCHMARKS:
-        BENCHMARKS[name](options.rounds)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, PARTS)
