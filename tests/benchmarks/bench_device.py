@@ -154,7 +154,7 @@ def bench_decode(report: Report) -> None:
             for queries in (1, 8):
                 for dtype in (jnp.float32, jnp.bfloat16):
                     runs = decode_runs(tokens, queries, layers, heads, kv_heads, dim, dtype)
-                    ms = medians(runs, ROUNDS, calls=max(1, 1024 // tokens))
+                    ms = medians(runs, ROUNDS if tokens < 1024 else 9, calls=max(1, 512 // tokens))
                     report.add(
                         f"{tokens:,} tokens, {queries} queries, {heads}/{kv_heads} x {dim}, {np.dtype(dtype).name}",
                         ms["paged"] / ms["contiguous"],
@@ -195,11 +195,9 @@ def decode_runs(
 
     kv = AttentionLayer(kv_buffers(kv_heads, dim, dtype))
     state = paged_state(dict.fromkeys(names, kv), [tokens] * BATCH, tokens, BATCH * tokens // PAGE_SIZE + 8)
-    state = filled(state, names, tokens, (2 * kv_heads, dim), dtype)
-    caches = {}
-    for i, name in enumerate(names):
-        both = random_values((BATCH, tokens, 2 * kv_heads, dim), dtype, seed=i)  # as `filled` has them
-        caches[name] = both[:, :, 0::2], both[:, :, 1::2]
+    contents = {n: random_values((BATCH, tokens, 2 * kv_heads, dim), dtype, seed=i) for i, n in enumerate(names)}
+    state = filled(state, contents)
+    caches = {name: (both[:, :, 0::2], both[:, :, 1::2]) for name, both in contents.items()}
     runs = {
         "contiguous": Stepper(caches, contiguous, positions, q, new),
         "paged": Stepper(state, paged, positions, q, new),
@@ -213,7 +211,7 @@ def decode_step(kv_heads: int, dim: int, dtype: Any, lengths: list[int], max_len
     """A step of one layer, with one query at the end of each row; the rows' first `tokens` tokens hold the same."""
     layers = {"attn": AttentionLayer(kv_buffers(kv_heads, dim, dtype))}
     state = paged_state(layers, lengths, max_length, sum(lengths) // PAGE_SIZE + 64)
-    state = filled(state, ["attn"], tokens, (2 * kv_heads, dim), dtype)
+    state = filled(state, {"attn": random_values((len(lengths), tokens, 2 * kv_heads, dim), dtype)})
     q = random_values((len(lengths), 1, 2 * kv_heads, dim), dtype, seed=1)
     new = {"kv": random_values((len(lengths), 1, 2 * kv_heads, dim), dtype, seed=2)}
     rows, positions = jnp.arange(len(lengths), dtype=jnp.int32), jnp.asarray([[n - 1] for n in lengths], jnp.int32)
@@ -251,14 +249,13 @@ def bench_length(report: Report) -> None:
             report.add(f"max_length {name} to 1,024, {np.dtype(dtype).name}", ratio, at_most=at_most, ms=ms[name])
 
 
-def filled(state: CacheState, names: list[str], tokens: int, shape: tuple[int, ...], dtype: Any) -> CacheState:
-    """`state` with the same random K/V in the first `tokens` positions of all rows of the layers."""
-    batch = state.layout.max_sequences
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1))
+def filled(state: CacheState, contents: Mapping[str, jax.Array]) -> CacheState:
+    """`state` with contents[layer] [rows, tokens, *shape] in all rows, where they have pages."""
+    rows = jnp.arange(state.layout.max_sequences, dtype=jnp.int32)
     fill = jax.jit(append, static_argnames="layer", donate_argnums=0)
-    for i, name in enumerate(names):
-        state = fill(state, name, rows, positions, {"kv": random_values((batch, tokens, *shape), dtype, seed=i)})
+    for layer, values in contents.items():
+        positions = jnp.tile(jnp.arange(values.shape[1], dtype=jnp.int32), (len(rows), 1))
+        state = fill(state, layer, rows, positions, {"kv": values})
     return state
 
 
@@ -299,7 +296,8 @@ def bench_mixed(report: Report) -> None:
         def state(names=names, kv_heads=kv_heads, dim=dim, dtype=dtype) -> CacheState:
             kv = AttentionLayer(kv_buffers(kv_heads, dim, dtype))
             empty = paged_state(dict.fromkeys(names, kv), [length] * (decodes + 1), length, 17 * length // PAGE_SIZE)
-            return filled(empty, names, length, (2 * kv_heads, dim), dtype)
+            shape = (decodes + 1, length, 2 * kv_heads, dim)
+            return filled(empty, {name: random_values(shape, dtype, seed=i) for i, name in enumerate(names)})
 
         def padded(first: int, rows: int, count: int, batch=ragged, q=q, new=new) -> tuple[Any, ...]:
             def rows_of(array: jax.Array, axis: int) -> jax.Array:
@@ -358,7 +356,9 @@ def bench_quantised(report: Report) -> None:
             layer = dict.fromkeys(names, AttentionLayer(buffers))
             state = paged_state(layer, [tokens] * batch, tokens, batch * tokens // PAGE_SIZE + 8)
             dtype = jnp.float32 if buffers["kv"].dtype.itemsize == 1 else buffers["kv"].dtype
-            runs[kind] = Stepper(filled(state, names, tokens, (2 * kv_heads, dim), dtype), step, q, new)
+            shape = (batch, tokens, 2 * kv_heads, dim)
+            state = filled(state, {name: random_values(shape, dtype, seed=i) for i, name in enumerate(names)})
+            runs[kind] = Stepper(state, step, q, new)
         outs = {kind: np.asarray(run()[0], np.float32) for kind, run in runs.items()}
         ms = medians(runs, ROUNDS)
         exact = outs["float32"]
