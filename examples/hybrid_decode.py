@@ -479,9 +479,11 @@ class Server:
 
     def commit_known(self, requests: list[Request]) -> None:
         """Publish what lies in the cache and whose ids are known."""
-        known = [request.text[request.seq.committed : request.seq.length] for request in requests]
-        sequences = [request.seq for request in requests]
-        self.manager.commit(sequences, list(itertools.chain(*known)), [len(tokens) for tokens in known])
+        known = [(request.seq, request.text[request.seq.committed : request.seq.length]) for request in requests]
+        known = [(seq, tokens) for seq, tokens in known if tokens]  # mostly none while the ids are on their way
+        if known:
+            sequences, tokens = zip(*known, strict=True)
+            self.manager.commit(sequences, list(itertools.chain(*tokens)), [len(each) for each in tokens])
 
     def make_room(self) -> None:
         """Close the youngest request; it is opened again later, with its prompt and what it has generated so far."""

@@ -152,6 +152,8 @@ class Batches:
           False: for capacity[at] that is not what some of them need, or there is not enough room. Nothing changed.
         """
         host, tree, ledger = self._host, self._host.tree, self._host.ledger
+        if host.scratch is not None:  # then windows get and lose other pages
+            return False
         rows, capacity = batch.rows[at], capacity[at]
         columns = ledger.num_pages.take(rows)
         one_more = -(-capacity // ledger.page_size) == columns + 1

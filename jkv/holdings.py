@@ -164,8 +164,13 @@ class Holdings:
 
     def _table(self, group: int) -> np.ndarray:
         """This sequence's page ids in the attention group of that ordinal: int32[pages]."""
-        capacity = self._host.ledger.capacity[self.row] if self._entered else self._capacity
-        return self._tables[group][: self._num_pages(capacity)]
+        return self._tables[group][: self._num_columns]
+
+    @property
+    def _num_columns(self) -> int:
+        """Table columns that the capacity takes."""
+        capacity = int(self._host.ledger.capacity[self.row]) if self._entered else self._capacity
+        return self._num_pages(capacity)
 
     # --- where it starts ---------------------------------------------------------------------------------------------
 
@@ -706,7 +711,7 @@ class Holdings:
     def _mark_all(self) -> None:
         """All that our row shows has changed."""
         for group in self._host.layout.attention_groups:
-            self._mark(group.ordinal, 0, self._num_pages(self._capacity))
+            self._mark(group.ordinal, 0, self._num_columns)
 
     def _set_slot(self, slot: int) -> None:
         self._slot = slot

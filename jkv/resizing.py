@@ -92,7 +92,7 @@ def _rename_of(seq: Sequence, groups: list[int], renamed: Callable[[np.ndarray],
     for g in groups:
         if len(seq._tables[g]):
             seq._tables[g][:] = renamed(seq._tables[g])  # in place: an active sequence's is a row of Host.tables
-            seq._mark(g, 0, seq._num_pages(seq.capacity))
+            seq._mark(g, 0, seq._num_columns)
 
 
 @dataclasses.dataclass

@@ -299,6 +299,53 @@ def test_batch_reading_in_between():
     w.flush()
 
 
+def test_batch_and_then_another_size_of_the_device():
+    """Pages that move to other ids are shown as such, those that batch verbs took included."""
+    layers = {"a": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32))}
+    manager = jkv.CacheManager(jkv.CacheConfig(layers, 4, 64, page_size=4, tiers=jkv.DeviceTier(pages=40)))
+    state, first = manager.init(), manager.open()
+    assert first.resume() and first.reserve(30)
+    active = [manager.open() for _ in range(3)]
+    assert all(seq.resume() for seq in active)
+    for step in range(15):
+        assert manager.reserve(active, 1) == 3
+        state, _ = manager.prepare(state, active)
+        manager.commit(active, [step, step + 1, step + 2], 1)
+    first.close()
+    for pages in (16, 30):
+        state = manager.resize_tier(state, "device", pages=pages)
+        state, _ = manager.prepare(state, active)
+        for seq in active:
+            assert np.array_equal(np.asarray(state.page_tables["full"])[seq.row, :4], seq._table(0))
+        manager.check()
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_batch_reserve_with_window_scratch_is_that_of_the_sequence(window):
+    def reserved(by_batch):
+        layers = {
+            "a": jkv.AttentionLayer(jkv.kv_buffers(1, 8, jnp.float32)),
+            "w": jkv.AttentionLayer(jkv.kv_buffers(2, 8, jnp.float32), window=window),
+        }
+        config = jkv.CacheConfig(
+            layers, 3, 64, page_size=4, window_scratch=jkv.WindowScratch(), tiers=jkv.DeviceTier(pages=40)
+        )
+        manager = jkv.CacheManager(config)
+        state, seq = manager.init(), manager.open()
+        assert seq.resume()
+        assert manager.reserve([seq], 5) == 1
+        state, _ = manager.prepare(state, [seq])
+        manager.commit([seq], [1] * 5, 5)
+        seen = []
+        for n in (3, 7, 11):
+            assert manager.reserve([seq], n) == 1 if by_batch else seq.reserve(n)
+            manager.check()
+            seen.append([seq._table(g).tolist() for g in range(2)])
+        return seen, manager.stats()
+
+    assert reserved(True) == reserved(False)
+
+
 @pytest.mark.parametrize("end", ["close", "suspend", "end", "exception"])
 def test_batch_and_then_the_end(end):
     w, a, b = two()

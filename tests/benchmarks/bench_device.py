@@ -77,7 +77,7 @@ def paged_state(layers: Mapping[str, Any], lengths: list[int], max_length: int, 
         at += count
     tables = {group.name: table.copy() for group in layout.attention_groups}
     slots = order[: len(lengths)].astype(np.int32) if layout.recurrent_pool else None
-    return apply(init_state(layout), Plan(None, np.array(0, np.int32), tables, slots, None, (), ()))
+    return apply(init_state(layout), Plan((), (), tables, slots, None, (), ()))
 
 
 def bench_pool(report: Report) -> None:
@@ -129,7 +129,7 @@ class Applier:
         copies[:, 0, :16], copies[:, 1, :16] = np.arange(1, 17), np.arange(101, 117)
         copies[:, 0, 16:] = 0
         counts = np.full(len(state.layout.pools), 16, np.int32)
-        self.state, self.plan = state, Plan(None, np.array(0, np.int32), None, None, None, (copies,), (counts,))
+        self.state, self.plan = state, Plan((), (), None, None, None, (copies,), (counts,))
 
     def __call__(self) -> CacheState:
         self.state = apply(self.state, self.plan)

@@ -186,8 +186,8 @@ def bench_warm_smollm2(report: Report) -> None:
 
 # ---- nothing to reuse ------------------------------------------------------------------------------------------------
 
-REQUESTS, PROMPT, ANSWER = 24, 256, 48
-PAIRS = 15
+REQUESTS, PROMPT, ANSWER = 16, 256, 48
+PAIRS = 25
 
 
 class NoCommits(hybrid_decode.Server):
@@ -208,7 +208,7 @@ def bench_zero_reuse(report: Report) -> None:
     """Serving prompts that share nothing, with commits against without."""
     steps = hybrid_decode.make_steps(hybrid_decode.Model(nnx.Rngs(0)))
     per_request = -(-(PROMPT + ANSWER) // hybrid_decode.PAGE_SIZE)
-    room = REQUESTS // 2 * per_request  # for all that run, uncommitted or not, and for half of what commits leave
+    room = REQUESTS * 5 // 8 * per_request  # for all that run at a time, and little beside
     pages = {"full": room, f"window:{hybrid_decode.WINDOW}": room, "recurrent": REQUESTS}
     config = jkv.CacheConfig(
         hybrid_decode.cache_layers(),
