@@ -103,7 +103,7 @@ def _set_entries(tables: Tables, entries: jax.Array, count: jax.Array) -> Tables
 
     Args:
       tables: int32[max_sequences, max_pages] per attention group.
-      entries: int32[3, E]: group ordinal, row * max_pages + column, page id; no place twice.
+      entries: int32[3, E]: group ordinal, row * max_pages + column, page id; the same place always with the same id.
       count: int32[].
     """
     offsets = jnp.arange(ENTRY_CHUNK, dtype=jnp.int32)

@@ -16,7 +16,6 @@ import numpy as np
 from jkv.config import as_counts, items_of
 from jkv.errors import CacheError, ConfigError, SequenceStateError
 from jkv.holdings import Host
-from jkv.plan import ZERO
 from jkv.sequence import Sequence, Status
 from jkv.stats import ALLOCATED, PER_GROUP
 
@@ -166,9 +165,7 @@ class Batches:
         for pool, count in zip(host.pools, counts, strict=True):
             if not count:
                 continue
-            pages = tree.allocate(pool, count)
-            for page in pages.tolist() if host.scrub else ():
-                host.builder.write(pool.ordinal, page, ZERO)
+            pages = host.allocate(pool, count)
             groups = [group.ordinal for group in tree.groups if group.pool == pool.ordinal]
             for g, column in zip(groups, pages.reshape(len(at), -1).T, strict=True):  # to each sequence in turn
                 host.tables[g, rows, columns] = column

@@ -120,6 +120,13 @@ class Host:
                 "sequences are closed, call reset first"
             )
 
+    def allocate(self, pool: PagePool, count: int) -> np.ndarray:
+        """`count` device pages of `pool` (int32), which there is room for, zeroed with `scrub`."""
+        pages = self.tree.allocate(pool, count)
+        for page in pages.tolist() if self.scrub else ():
+            self.builder.write(pool.ordinal, page, ZERO)
+        return pages
+
     def lost_pages(self) -> set[tuple[int, int]]:
         """(pool ordinal, id) of host pages that never arrived, and that nothing else is to be saved to."""
         if self.memory is None or not self.memory.lost:
@@ -267,13 +274,8 @@ class Holdings:
 
     def _take(self, group: Group, count: int) -> np.ndarray:
         """`count` device pages of `group` (int32), which there is room for, become ours."""
-        host = self._host
         self._work.pages[PER_GROUP * group.ordinal + ALLOCATED] += count
-        pages = host.tree.allocate(host.pools[group.pool], count)
-        if host.scrub:
-            for page in pages.tolist():
-                host.builder.write(group.pool, page, ZERO)
-        return pages
+        return self._host.allocate(self._host.pools[group.pool], count)
 
     def _take_one(self, g: int, copied: bool = False) -> int:
         """A device page of the group of that ordinal, or a state slot; `copied`: for a private copy."""

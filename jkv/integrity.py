@@ -70,6 +70,8 @@ def check_host(host: Host) -> None:
     entered = [seq.row for seq in host.sequences if seq._entered]
     agree = sorted(entered) == np.flatnonzero(host.ledger.entered).tolist() and len(entered) == host.ledger.count
     demand(agree, f"rows {entered} are in the ledger, which says {np.flatnonzero(host.ledger.entered).tolist()}")
+    for row in vacant:
+        demand(not host.tables[:, row].any(), f"row {row} is free and shows pages")
     for row, owner in enumerate(host.rows):
         slot = NO_SLOT if owner is None else owner._slot
         demand(host.slots[row] == slot, f"row {row}: live slot {host.slots[row]}, its sequence has {slot}")
@@ -142,6 +144,13 @@ def _check_lengths(seq: Sequence) -> None:
     partial = seq.committed - end if seq._entered else len(seq._partial)
     agree = end == seq._published * page_size and seq.committed == end + partial and 0 <= partial
     demand(agree, f"{seq!r}: a path of {end} tokens, {seq._published} published pages, {partial} tokens more")
+    if seq.row is not None:
+        own = all(np.shares_memory(a, b[seq.row]) for a, b in zip(seq._tables, seq._host.tables, strict=True))
+        demand(own, f"{seq!r}: its tables are not its row")
+    if seq._entered and seq._host.ledger.num_pages[seq.row] >= 0:
+        marks = seq._host.ledger.num_pages[seq.row], seq._host.ledger.commit_mark[seq.row]
+        wanted = seq._num_columns, seq._commit_mark()
+        demand(marks == wanted, f"{seq!r}: pages and commit mark in the ledger are {marks}, not {wanted}")
     good = all(seq.committed <= mark.position <= seq.length for mark in seq._marks)
     demand(good, f"{seq!r}: marks at {[mark.position for mark in seq._marks]}")
 

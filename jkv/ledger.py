@@ -40,7 +40,7 @@ class Ledger:
     Attributes:
       committed, length, capacity, reserved: int64[rows], as the sequence's own.
       in_flight: bool[rows].
-      commit_mark: committing up to here publishes something, or lets a window slide.
+      commit_mark: committing up to here publishes something, lets a window slide or ends a mark.
       length_mark: advancing up to here keeps a state, or more.
       num_pages: int64[rows], pages that the capacity takes; another number of pages is not arithmetic. -1: every call
         is more than arithmetic.

@@ -755,10 +755,11 @@ class CacheManager:
 
     @serialised
     def warmup(self, state: CacheState) -> None:
-        """Compiles every variant up front: afterwards traffic compiles nothing but the model's own steps.
+        """Compiles every variant of `prepare` up front: afterwards traffic compiles nothing but the model's own steps.
 
         They are two for `prepare`, and with host memory two more for each pool. Nothing runs on the device: `state` is
-        as it was. New shapes, as after `rebalance` or `resize_tier` of the device, are to be warmed up anew.
+        as it was. Other threads wait meanwhile. New shapes, as after `rebalance` or `resize_tier` of the device, are to
+        be warmed up anew.
 
         Args:
           state: the latest state; not donated.
@@ -777,12 +778,11 @@ class CacheManager:
         if self._memory is not None:
             self._memory.compile(state)
 
-    # Many sequences at once: the outcome of the sequences' own calls, at a cost that hardly depends on their number
-    # where none of them needs, fills or loses a page.
+    # Many sequences at once: the outcome of the sequences' own calls, at a cost that hardly depends on their number.
 
     @changing
     def reserve(self, sequences: Iterable[Sequence], counts: Any) -> int:
-        """`Sequence.reserve` for each in order, until one finds no room.
+        """`Sequence.reserve` for each in order, until one finds no room. Room is made for all at once where it can be.
 
         Args:
           sequences: active sequences of this manager, each once.

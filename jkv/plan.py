@@ -62,7 +62,7 @@ class Given(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Device work of one `prepare`. NumPy arrays, fresh for each plan and never written again.
+    """Device work of one `prepare`. NumPy arrays that are never written again.
 
     Attributes:
       entries: int32[3, ENTRIES] each: attention group ordinal, row * max_pages + column, page id.

@@ -1074,7 +1074,7 @@ class Sequence(Suspension):
         self._entered = True
 
     def _commit_in_ledger(self, tokens: np.ndarray) -> bool:
-        """`_commit` of a row of the ledger, if all it takes is pages for a run that grows in place, and windows slide.
+        """`_commit` of a row of the ledger, where the run grows in place and at most windows slide.
 
         Returns:
           False: it takes more, nothing changed.

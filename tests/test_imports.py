@@ -51,7 +51,7 @@ BELOW = {
     "sequence": (
         "suspension speculation arrivals holdings ledger radix config errors stats serial routing transfer expiry"
     ),
-    "batches": "sequence holdings config errors",
+    "batches": "sequence holdings stats config errors",
     "resizing": "sequence holdings eviction radix pages layout errors",
     "integrity": "sequence arrivals holdings eviction radix pages layout errors",
     "state": "layout config errors",

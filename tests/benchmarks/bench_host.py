@@ -149,7 +149,7 @@ def bench_probe(report: Report) -> None:
 
 
 class Decoding:
-    """`count` sequences that decode, the ids known up to a page late.
+    """`count` sequences that decode beyond their window, the ids known up to a page late.
 
     Args:
       aligned: they began together, so that they need their pages in the same step; else their lengths are random.
@@ -158,7 +158,7 @@ class Decoding:
 
     def __init__(self, count: int, steps: int, aligned: bool = False, full: bool = False):
         rng = np.random.default_rng(2)
-        length = 256 + steps + 2 * PAGE
+        length = WINDOW + 256 + steps + 2 * PAGE
         pages = 2 * count * (length // PAGE)
         self.manager = make_manager(length, pages, pages, 3 * count, rows=count)
         self.state = self.manager.init()
@@ -166,7 +166,7 @@ class Decoding:
             run_request(self.manager, random_ids(rng, 256))
         self.active: list[Sequence] = []
         for _ in range(count):
-            prompt = random_ids(rng, 128 if aligned else int(rng.integers(64, 256)))
+            prompt = random_ids(rng, WINDOW + (128 if aligned else int(rng.integers(64, 256))))
             seq = self.manager.open(prompt)
             if not seq.resume() or not seq.reserve(len(prompt)):
                 raise RuntimeError("no room")
